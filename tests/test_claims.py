@@ -15,9 +15,9 @@ import tables
 from scipy import stats
 
 from experiments.compressions import told
+from experiments.removal_curve import RemovalCurve
 from lyapunov_prune.evaluation.judging import compare
 from lyapunov_prune.profiles.contraction import ContractionProfile
-from lyapunov_prune.pruning.curve import RemovalCurve
 
 TEXTS = importlib.import_module("experiments.2_criteria.three_texts.run")
 ERRORS = importlib.import_module("experiments.3_compression.errors_used.run")

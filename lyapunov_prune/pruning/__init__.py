@@ -6,9 +6,7 @@
 - `surgery`: what a plan removes and what replaces it, and the cut, not checked yet;
 - `gate`: compares a reference with a result; `removal`: cut and check in memory, by four checks, with `counting`;
 - `alone`: what stands beside every removal, the whole model rounded to the same bytes;
-- `provenance`: the record of a pruned checkpoint, `stored`: the words of its
-  format;
-- `curve`: perplexity over layers removed.
+- `provenance`: the record of a pruned checkpoint, `stored`: the words of its format.
 """
 
 import lazy_loader

@@ -12,12 +12,10 @@ from lyapunov_prune.budget.spent import Spent
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.task_scores import TaskScores
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
-from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.report.compression import sizes_figure
 from lyapunov_prune.report.evaluation import tasks_figure
 from lyapunov_prune.report.page import SECTIONS
 from lyapunov_prune.report.profiles import contraction_figure
-from lyapunov_prune.report.ranking import perplexity_figure, recovery_figure
 from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.result import Result
 
@@ -36,16 +34,9 @@ class Figures(dict[str, str]):
         return [write_whole(Path(folder) / f"{name}.svg", svg) for name, svg in self.items()]
 
 
-def _curve_figure(curve: RemovalCurve) -> str:
-    """By the number of layers removed, or of one set by what became of the model."""
-    one_set = len({row.removed for row in curve.rows[1:]}) == 1
-    return recovery_figure(curve) if one_set else perplexity_figure(curve)
-
-
 # Of results that are a part of another, or that two sections of the page draw.
 _OWN: dict[type[Result], Callable[[Any], dict[str, str]]] = {
     ContractionProfile: lambda r: {"contraction": contraction_figure(r)},
-    RemovalCurve: lambda r: {"removal": _curve_figure(r)},
     Spent: lambda r: {"sizes": sizes_figure(r)},
     TaskScores: lambda r: {"tasks": tasks_figure(r)},
 }

@@ -6,7 +6,6 @@ from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
 from lyapunov_prune.profiles.influence import InfluenceProfile, SublayerInfluence
 from lyapunov_prune.profiles.profile import LayerProfile
-from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.ranking.angular import AngularDistance
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
@@ -14,14 +13,7 @@ from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.report.bounds import bounds_figures
 from lyapunov_prune.report.predictions import divergence_figure
 from lyapunov_prune.report.profiles import contraction_figure, influence_figure, sublayer_figure
-from lyapunov_prune.report.ranking import (
-    angular_figure,
-    best_figure,
-    budget_figure,
-    oracle_figure,
-    perplexity_figure,
-    recovery_figure,
-)
+from lyapunov_prune.report.ranking import angular_figure, best_figure, budget_figure, oracle_figure
 from lyapunov_prune.report.section import Section
 from lyapunov_prune.report.sensitivity import sensitivity_figures
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
@@ -124,25 +116,5 @@ LAYERS = (
         "Every matrix replaced by an approximation, and the error of every token divided by its proven bound. At "
         "one the bound is attained; above, it would be violated. A check covers only the inputs it saw.",
         bounds_figures,
-    ),
-    Section(
-        "recovery.json",
-        RemovalCurve,
-        "Cut, mended, healed",
-        "The same layers removed: cut and nothing more; the gaps closed without training, by a linear map in the layer "
-        "before each; and trained from there on what the dense model predicts. Maps and training saw the calibration "
-        "half of the text, perplexity is of the other. Bars are 95 % intervals of the ratio to the dense model, paired "
-        "by window.",
-        lambda r: {"recovery": recovery_figure(r)},
-        leads=True,
-    ),
-    Section(
-        "removal.json",
-        RemovalCurve,
-        "Perplexity after removal",
-        "Layers physically removed, in the order of each criterion, on text that no score has seen. Bars are "
-        "95 % intervals of the ratio to the dense model, paired by window.",
-        lambda r: {"perplexity": perplexity_figure(r)},
-        leads=True,
     ),
 )

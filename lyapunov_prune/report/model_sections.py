@@ -7,7 +7,6 @@ from functools import partial
 from lyapunov_prune.compression.report import REPORT as COMPRESSION
 from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.evaluation.evaluation import Evaluation
-from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.explaining.explanation import EXPLANATION, Explanation
 from lyapunov_prune.healing.report import REPORT as HEALING
 from lyapunov_prune.healing.report import Healing
@@ -174,13 +173,5 @@ MODELS = (
         "In llama.cpp",
         "The .gguf files as llama.cpp runs them: the same windows, and speed with the files in turns in one run.",
         part=lambda r: r.engine,
-    ),
-    Section(
-        "speed.json",
-        Speed,
-        "Speed",
-        "All models measured in turns in one run; medians.",
-        lambda r: {"speed": speed_figure(r)},
-        leads=True,
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +20,6 @@ from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.report.glossary import Glossary
 from lyapunov_prune.report.layer_sections import LAYERS
 from lyapunov_prune.report.model_sections import MODELS
-from lyapunov_prune.report.questions import POLICY, SCRIPT, questions
 from lyapunov_prune.report.ranking import ranking_figure
 from lyapunov_prune.results.files import parsed, write_whole
 from lyapunov_prune.results.frames import pd
@@ -26,6 +27,12 @@ from lyapunov_prune.results.result import MISSING, Result
 from lyapunov_prune.results.wording import number
 
 SECTIONS = (*LAYERS, *MODELS)
+SCRIPT = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
+# Nothing is fetched, nothing is sent, and of scripts only this one runs: whatever the names in a result hold is text.
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+    f"script-src 'sha256-{base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()}'"
+)
 
 
 @dataclass
@@ -100,11 +107,10 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
         raise LyapunovPruneError(f"{run} holds no results; give a folder that profile, demo or eval wrote")
     for name, svg in drawn.items():
         write_whole(target / "figures" / f"{name}.svg", svg)
-    made = [*(provenance.plan for provenance in written.values()), *plans.values()]
-    return write_whole(target / "report.html", _page(run.name, sections, questions(read.values(), made)))
+    return write_whole(target / "report.html", _page(run.name, sections))
 
 
-def _page(name: str, sections: list[Shown], data: dict[str, Any] | None) -> str:
+def _page(name: str, sections: list[Shown]) -> str:
     leading = [section for section in sections if section.leads]
     others = [section for section in sections if not section.leads]
     card = (leading or others)[0]
@@ -112,7 +118,6 @@ def _page(name: str, sections: list[Shown], data: dict[str, Any] | None) -> str:
     card.words = glossary.first_in(card.text)
     for section in leading:
         section.words = section.words or glossary.first_in(section.text)
-    asked = glossary.first_in("criterion layer perplexity window") if data else []
     for section in others:
         section.words = section.words or glossary.first_in(section.text)
     environment = Environment(
@@ -125,8 +130,6 @@ def _page(name: str, sections: list[Shown], data: dict[str, Any] | None) -> str:
         card=card,
         leading=leading,
         others=others,
-        data=data,
-        asked=asked,
     )
 
 

@@ -8,24 +8,12 @@ import numpy as np
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.angular import AngularDistance
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.ranking.tried import BestRemoval
-from lyapunov_prune.report.drawing import (
-    COLOURS,
-    GREY,
-    INK,
-    SMALL,
-    depth_axis,
-    labelled,
-    log_axis,
-    one_panel,
-    svg,
-    with_intervals,
-)
+from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, depth_axis, labelled, log_axis, one_panel, svg
 
 
 def budget_figure(spent: BudgetedRemoval) -> str:
@@ -136,44 +124,3 @@ def ranking_figure(plans: Mapping[str, PruningPlan]) -> str:
     axes.spines["left"].set_visible(False)
     depth_axis(axes, count)
     return svg(figure)
-
-
-def recovery_figure(curve: RemovalCurve) -> str:
-    """Perplexity over that of the dense model of the same layers removed, a line a state, with paired intervals."""
-    rows = curve.rows[1:]
-    figure, axes = one_panel(6.5, 0.9 + 0.4 * len(rows))
-    axes.axvline(1, color=GREY, linewidth=0.8)
-    for y, row in enumerate(rows):
-        bars = (
-            None if np.isnan([row.low, row.high]).any() else [[row.degradation - row.low], [row.high - row.degradation]]
-        )
-        axes.errorbar(row.degradation, y, xerr=bars, marker="o", markersize=4, capsize=2, color=COLOURS["rho"])
-        axes.annotate(
-            f"{row.perplexity:.3g}",
-            (row.degradation, y),
-            xytext=(0, 6),
-            textcoords="offset points",
-            fontsize=SMALL,
-            ha="center",
-        )
-    axes.set_yticks(range(len(rows)), [row.criterion for row in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.6)
-    axes.set_xlabel(f"perplexity / dense ({curve.dense.perplexity:.3g}); beside each its perplexity")
-    return svg(figure)
-
-
-def perplexity_figure(curve: RemovalCurve) -> str:
-    """Perplexity over the number of layers removed, one line a criterion, with paired intervals."""
-    figure, axes = one_panel(6.5, 3.8)
-    dense = curve.dense.perplexity
-    axes.axhline(dense, color=GREY, linewidth=0.8, label=f"dense, {dense:.3g}")
-    criteria = list(dict.fromkeys(row.criterion for row in curve.rows[1:]))
-    for position, criterion in enumerate(criteria):
-        rows = sorted((r for r in curve.rows if r.criterion == criterion), key=lambda r: len(r.removed))
-        x = np.array([len(r.removed) for r in rows]) + 0.06 * (position - (len(criteria) - 1) / 2)
-        y = np.array([r.perplexity for r in rows])
-        ends = np.array([[dense * r.low, dense * r.high] for r in rows])
-        with_intervals(axes, x, y, ends, marker="o", color=COLOURS.get(criterion), label=criterion)
-    log_axis(axes)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return labelled(figure, axes, "layers removed", "perplexity")

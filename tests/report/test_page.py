@@ -20,16 +20,7 @@ from markupsafe import escape
 from transformers import PreTrainedModel
 
 from experiments.compressions import CompressionRow, CompressionTable, compressions_figure
-from lyapunov_prune import (
-    LyapunovPruneError,
-    check_bounds,
-    compress,
-    heal,
-    measure_speed,
-    perplexity,
-    rank_layers,
-    remove_layers,
-)
+from lyapunov_prune import LyapunovPruneError, check_bounds, compress, heal, perplexity, rank_layers, remove_layers
 from lyapunov_prune.bounds import check_grid, check_written
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.report import BoundsReport, Violation
@@ -41,7 +32,6 @@ from lyapunov_prune.predictions import skip_divergence
 from lyapunov_prune.predictions.divergence import SkipDivergence, sublayer_divergence
 from lyapunov_prune.profiles import sublayer_influence
 from lyapunov_prune.profiles.profile import LayerProfile, profile_layers
-from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking import angular_distance, greedy_removal, remove_under_budget
 from lyapunov_prune.ranking.oracle import GreedyRemoval, GreedyStep
@@ -86,8 +76,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel) -> Pat
         ranking = rank_layers(profile.contraction, profile.influence, criterion=criterion)
         plans[criterion] = [ranking.plan(1), ranking.plan(3)]
         ranking.plan(2).save(folder / f"plan-{criterion}.json")
-    evaluate_removals(llama, plans, ids).save(folder / "removal.json")
-    measure_speed({"dense": llama}, prompt=4, steps=2, repeats=1).save(folder / "speed.json")
     check_grid(llama, ids[:1], sparsities=(0.5,), ranks=(None, 8), cache_radii=(0.0,)).save(folder / "bounds.json")
     angular_distance(llama, ids).save(folder / "angular.json")
     profile.influence.save(folder / "influence.json")
@@ -120,8 +108,8 @@ def test_every_answer_is_short_and_says_more_than_a_table(run: Path) -> None:
 def test_the_page_opens_with_an_answer_and_explains_a_word_once(run: Path) -> None:
     page = (run / "report.html").read_text(encoding="utf-8")
     card = page[page.index('<section class="card">') : page.index("</section>")]
-    assert all(escape(line) in card for line in RemovalCurve.load(run / "removal.json").answer())
-    assert page.index('class="card"') < page.index('id="ask"') < page.index("Contraction and Block Influence</h2>")
+    assert all(escape(line) in card for line in Healing.load(run / "healing.json").answer())
+    assert page.index('class="card"') < page.index("Contraction and Block Influence</h2>")
     words = re.findall("<dfn>(.*?)</dfn>", page)
     assert {"dense", "perplexity", "ρ"} <= set(words)
     assert len(words) == len(set(words))
@@ -136,9 +124,6 @@ def test_a_result_plots_what_the_page_draws(run: Path, tmp_path: Path) -> None:
     assert "<svg" not in repr(figures)
     assert [path.name for path in figures.save(tmp_path)] == ["contraction.svg", "influence.svg"]
     assert list(profile.contraction.plot()) == ["contraction"]
-    curve = RemovalCurve.load(run / "removal.json")
-    state = replace(curve, rows=(curve.dense, replace(curve.rows[1], criterion="cut")))
-    assert curve.plot() != state.plot()
     with pytest.raises(LyapunovPruneError, match="PruningPlan"):
         PruningPlan.load(run / "plan-bi.json").plot()
 
@@ -149,8 +134,6 @@ def test_every_figure_is_drawn_as_svg_with_labelled_axes(run: Path) -> None:
         "influence": ["Block Influence", "layer"],
         "influence-alone": ["Block Influence", "layer"],
         "ranking": ["rho", "bi", "blend", "layer"],
-        "perplexity": ["perplexity", "layers removed"],
-        "speed": ["tok/s", "dense"],
         "bounds": ["worst error / bound", "self_attn.q_proj", "mlp.down_proj", "layer"],
         "angular": ["1 − cos, ends of the run", "4 in a row", "first layer of the run"],
         "sublayers": ["Block Influence, 1 − cos", "attention", "MLP", "layer"],
@@ -180,7 +163,7 @@ def test_the_page_needs_nothing_else(run: Path) -> None:
 
     links = Links()
     links.feed(page)
-    assert page.count("<svg") == 15
+    assert page.count("<svg") == 13
     assert "url(http" not in page
     assert not [link for link in links.found if "//" in link]
 

@@ -15,11 +15,10 @@ import lyapunov_prune as lp
 from experiments.common import Each, Model, draw, plain, run_command, texts
 from experiments.published import REMOVALS as PRINTED
 from experiments.published import SEARCHED, SKIPPED
+from experiments.removal_curve import RemovalCurve, evaluate_removals, perplexity_figure
 from experiments.statements import short, table
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling
-from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
 from lyapunov_prune.report.profiles import contraction_figure
-from lyapunov_prune.report.ranking import perplexity_figure
 
 HERE = Path(__file__).parent
 REMOVALS = (2, 4, 6, 8)  # of the paper

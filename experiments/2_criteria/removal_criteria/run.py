@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import Model, draw, read_text, run_command
+from experiments.removal_curve import RemovalCurve, RemovalRow, evaluate_removals, perplexity_figure
 from experiments.statements import interval, measured, runs, short, span, table
 from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
@@ -31,10 +32,8 @@ from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.influence import block_influence
-from lyapunov_prune.pruning.curve import RemovalCurve, RemovalRow, evaluate_removals
 from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
-from lyapunov_prune.report.ranking import perplexity_figure
 from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.files import write_whole
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import as_batch, words_of
 from transformers import PreTrainedModel
 
+from experiments import removal_curve as removal
+from experiments.removal_curve import RemovalCurve, evaluate_removals, perplexity_figure
 from lyapunov_prune import PruningPlan, perplexity, remove_layers
-from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.pruning import curve as removal
-from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def plans(llama: PreTrainedModel) -> dict[str, list[PruningPlan]]:
 def test_rows_are_the_pruned_models_perplexities(
     llama: PreTrainedModel, plans: dict[str, list[PruningPlan]], ids: torch.Tensor
 ) -> None:
-    curve = evaluate_removals(llama, plans, ids)
+    curve = evaluate_removals(llama, plans, as_batch(llama, ids))
     assert [(r.criterion, r.removed) for r in curve.rows] == [
         ("dense", ()),
         ("rho", (2,)),
@@ -52,26 +52,13 @@ def test_a_set_of_layers_is_measured_once(
 ) -> None:
     calls = []
     monkeypatch.setattr(removal, "remove_layers", lambda m, p: calls.append(p.remove) or remove_layers(m, p))
-    evaluate_removals(llama, plans, ids)
+    evaluate_removals(llama, plans, as_batch(llama, ids))
     assert calls == [(2,), (2, 3), (4,)]
-
-
-def test_a_dense_perplexity_that_is_known_is_not_measured_again(
-    llama: PreTrainedModel,
-    plans: dict[str, list[PruningPlan]],
-    ids: torch.Tensor,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    wanted, dense, of = evaluate_removals(llama, plans, ids), perplexity(llama, ids), []
-    monkeypatch.setattr(removal, "perplexity", lambda m, *a, **k: of.append(m) or perplexity(m, *a, **k))
-    assert evaluate_removals(llama, plans, ids, dense=dense) == wanted
-    assert llama not in of
-    with pytest.raises(LyapunovPruneError, match="another model or text"):
-        evaluate_removals(llama, plans, ids[:2], dense=dense)
 
 
 def test_saves_and_loads(
     llama: PreTrainedModel, plans: dict[str, list[PruningPlan]], ids: torch.Tensor, tmp_path: Path
 ) -> None:
-    curve = evaluate_removals(llama, plans, ids)
+    curve = evaluate_removals(llama, plans, as_batch(llama, ids))
     assert str(RemovalCurve.load(curve.save(tmp_path / "removal.json"))) == str(curve)
+    assert {"rho", "bi", "perplexity", "layers removed"} <= set(words_of(perplexity_figure(curve)))
