@@ -50,8 +50,7 @@ _SETTINGS = (
 )
 _IN_PARTS = ("*.json", "*.safetensors", "*.txt")
 # Never copied: the source's card and its pictures, and files that are written anew.
-RECIPES = ("llm-compressor.yaml", "llama-quantize.txt")  # what `compress` writes beside bits by layer
-_ITS_OWN = ("config.json", "generation_config.json", "*.md", "*.html", "*.png", "*.jpg", "*.svg", ".*", INDEX, *RECIPES)
+_ITS_OWN = ("config.json", "generation_config.json", "*.md", "*.html", "*.png", "*.jpg", "*.svg", ".*", INDEX)
 _NAMED = 5  # the most files that the line names
 
 

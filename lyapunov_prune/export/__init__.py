@@ -8,7 +8,7 @@
 - `streamed`: a compressed model larger than memory, a layer read, compressed and written at a time;
 - `compact`: attentions gone and feed-forward blocks merged, in a format of its own; `compact_gate`: its gate, and its
   folder, also of such a cut that no plan tells and of plain models made compact;
-- `packed`: rounded weights as packed integers; `recipes`: their bits as other quantisers take them.
+- `packed`: rounded weights as packed integers.
 
 A new format is a file in `formats` and a row in `table.FORMATS`; docs/adding/format.md shows one.
 """

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from helpers import make_tiny, write_gguf
 from packed_files import one_integer, spoil_what_is_packed
 from packed_kernels import write_packed_checkpoint
@@ -97,8 +96,7 @@ def test_a_packed_checkpoint_is_made_ranked_pruned_and_scored_a_layer_at_a_time(
         assert done.code == 0, done.err
 
 
-def test_bits_by_layer_are_packed_and_told_to_others(run: Callable[..., Any]) -> None:
-    """What others are told is the allocation of the checkpoint, which plain transformers loads."""
+def test_bits_by_layer_are_packed(run: Callable[..., Any]) -> None:
     more = ("--bits", "4.5", "--allocation", "bits-kl")
     done = run(*PACK, *more, *TEXT)
     assert done.code == 0, done.err
@@ -111,10 +109,6 @@ def test_bits_by_layer_are_packed_and_told_to_others(run: Callable[..., Any]) ->
         done = run(command, "tiny", "small", *TEXT)
         assert done.code == 0, done.err
     assert run("eval", "small", "--against", "tiny", *TEXT).code == 0
-    assert len(Path("small/llama-quantize.txt").read_text().splitlines()) == len(widths)
-    told = yaml.safe_load(Path("small/llm-compressor.yaml").read_text())
-    groups = told["quantization_stage"]["quantization_modifiers"]["QuantizationModifier"]["config_groups"]
-    assert {group["weights"]["num_bits"] for group in groups.values()} == widths - {16}
 
 
 def test_the_matrices_of_a_gguf_file_are_checked(run: Callable[..., Any], reader: PreTrainedModel) -> None:

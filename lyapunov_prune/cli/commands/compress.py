@@ -31,7 +31,6 @@ from lyapunov_prune.export.table import FORMATS, require_streamed_format
 if TYPE_CHECKING:
     from lyapunov_prune.allocation.allocation import Allocation as Allocated
     from lyapunov_prune.compression.amount import BudgetedCompression
-    from lyapunov_prune.compression.compress import Compressed
     from lyapunov_prune.results.result import Result
 
 
@@ -109,7 +108,6 @@ def compress(
     finished = Finished(done, loaded.tokenizer, f"{Path(model).name}, compressed", results, dense)
     del loaded  # what was written is loaded beside what was compressed: no room for a third
     report = stored.write(output, finished)
-    _write_recipes(output, schedule, done)
     show(report, output, kept=output / REPORT)
 
 
@@ -136,17 +134,6 @@ def _show_spent(spent: BudgetedCompression, output: Path) -> None:
 
     show(spent, None, kept=output / "amounts.json")
     say(expectation().told(float(spent.kl[spent.chosen]), "matrices compressed"))
-
-
-def _write_recipes(output: Path, schedule: str | Allocated, done: Compressed) -> None:
-    """Write the recipes of other tools for bits that differ by layer."""
-    from lyapunov_prune.allocation.table import SCHEDULES
-    from lyapunov_prune.export.recipes import recipes_of
-    from lyapunov_prune.results.files import write_whole
-
-    if isinstance(schedule, str) and SCHEDULES[schedule].unit == "bits":
-        for name, recipe in recipes_of(done.model, done.report).items():
-            write_whole(output / name, recipe)
 
 
 def _share_or_pattern(sparsity: str | None) -> tuple[float | None, tuple[int, int] | None]:
