@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.allocation.allocation import Allocation
     from lyapunov_prune.data.batch import Split, TokenBatch
     from lyapunov_prune.models.decoder import Decoder
-    from lyapunov_prune.pruning.mergekit import MergekitSlices
     from lyapunov_prune.pruning.plan import PruningPlan
     from lyapunov_prune.results.result import Result
 
@@ -30,7 +29,7 @@ def load_inputs(
     inputs: Inputs,
     split: Split = "calibration",
     *,
-    plan: PruningPlan | MergekitSlices | None = None,
+    plan: PruningPlan | None = None,
 ) -> tuple[Decoder, TokenBatch]:
     """The model and its text; a `plan` has to be for that model, of which the text says nothing."""
     from lyapunov_prune.data.batch import require_context

@@ -10,34 +10,12 @@ from typing import TYPE_CHECKING
 
 from lyapunov_prune.cli.options import DISK, layer_indices
 from lyapunov_prune.cli.removal import RemovalOptions
-from lyapunov_prune.cli.terminal import follow, note, say, show
+from lyapunov_prune.cli.terminal import follow, say, show
 from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:
-    from lyapunov_prune.models.decoder import Decoder
-    from lyapunov_prune.pruning.mergekit import MergekitSlices
     from lyapunov_prune.pruning.plan import PruningPlan
     from lyapunov_prune.pruning.provenance import Provenance
-    from lyapunov_prune.results.result import ModelIdentity
-
-
-def read_plan(path: Path) -> PruningPlan | MergekitSlices:
-    from lyapunov_prune.pruning.mergekit import MergekitSlices
-    from lyapunov_prune.pruning.mergekit import read_plan as read
-
-    plan = read(path)
-    if isinstance(plan, MergekitSlices):
-        note(f"{path} has no fingerprint of its model, {plan.model}; only the number of layers was compared")
-    return plan
-
-
-def plan_for(model: Decoder | ModelIdentity, given: PruningPlan | MergekitSlices) -> PruningPlan:
-    from lyapunov_prune.pruning.plan import PruningPlan
-    from lyapunov_prune.results.result import ModelIdentity
-
-    if isinstance(given, PruningPlan):
-        return given
-    return given.plan(model if isinstance(model, ModelIdentity) else model.identity)
 
 
 def tell_written(provenance: Provenance, output: Path, *, streamed: bool = False) -> None:
@@ -57,7 +35,7 @@ def _record(output: Path) -> Path | None:
 def prune_files(
     model: str,
     removal: RemovalOptions,
-    given: PruningPlan | MergekitSlices | None,
+    given: PruningPlan | None,
     why: str,
     stream: bool,
     format: str,
@@ -97,7 +75,7 @@ def prune_files(
         plan = PruningPlan.given(identity, layer_indices("--layers", removal.layers))
     else:
         assert given is not None
-        plan = plan_for(identity, given)
+        plan = given
         if checkpoint is not None:
             plan = plan_for_quantised(checkpoint, plan)
         else:

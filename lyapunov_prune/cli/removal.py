@@ -30,9 +30,7 @@ class AskedRemoval:
     layers: Annotated[str | None, LAYERS, what_option(help="The layers to remove, as 3,7 or 3-7 (counted from 0).")] = (
         None
     )
-    plan_file: Annotated[
-        Path | None, checks.FILE, what_option("--plan", help="A plan.json, or a .yaml file of mergekit slices.")
-    ] = None
+    plan_file: Annotated[Path | None, checks.FILE, what_option("--plan", help="A plan.json.")] = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Remove layers or hidden channels, and show that it is right.
 
-- `plan`: the decision; `removed`: the kinds of what goes; `mergekit`: a plan from a mergekit file;
+- `plan`: the decision; `removed`: the kinds of what goes;
 - `width`: which hidden channels are removed;
 - `edit`: what a plan makes of a config, and where the tensors of that model come from, in memory and in files;
 - `surgery`: what a plan removes and what replaces it, and the cut, not checked yet;

@@ -1,5 +1,4 @@
 from .gate import GateReport as GateReport
-from .mergekit import MergekitSlices as MergekitSlices
 from .removed import ChannelsGone as ChannelsGone
 from .removed import ExpertsGone as ExpertsGone
 from .removed import LayersGone as LayersGone

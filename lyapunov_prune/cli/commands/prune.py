@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lyapunov_prune.cli.inputs import load_inputs, load_judge, require_ratio, windows_at_once
 from lyapunov_prune.cli.jobs import first_goes_on, jobs_folder
 from lyapunov_prune.cli.options import DISK, FailAbove, FileTarget, Inputs, Model, layer_indices
-from lyapunov_prune.cli.plans import plan_for, prune_files, read_plan, tell_written
+from lyapunov_prune.cli.plans import prune_files, tell_written
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.removal import (
     UNJUDGED,
@@ -67,7 +67,11 @@ def prune(
     """
     require_one_choice(removal, given)
     removal = settled(removal, given)
-    given_plan = None if removal.plan_file is None else read_plan(removal.plan_file)
+    given_plan = None
+    if removal.plan_file is not None:
+        from lyapunov_prune.pruning.plan import PruningPlan
+
+        given_plan = PruningPlan.load(removal.plan_file)
     stored = FORMATS.make(_format(output, removal.what, given_plan))
     require_held(removal.what, stored, given)
     if not (removal.mend or removal.what == "width" or removal.plan_file):
@@ -142,7 +146,7 @@ def _prune_in_memory(
         parts = {"attention": PartsGone((), named), "activation": PartsGone((), (), named, DEFAULT)}
         plan = PruningPlan.given(loaded, parts.get(removal.what, LayersGone(named)))
     elif given_plan is not None:
-        plan = plan_for(loaded, given_plan)
+        plan = given_plan
     else:
         period = gguf_period(model) if format == "gguf" else 1
         if period > 1:
