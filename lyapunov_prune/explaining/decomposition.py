@@ -13,7 +13,7 @@ PARTS = ("inherited", "added", "amplified")
 
 
 class Decomposed:
-    """The error after N steps (layers or sublayers) as a sum, from sums over tokens, float64, which are its fields.
+    """The error after N layers as a sum, from sums over tokens, float64, which are its fields.
 
     With the states `h_k` and `h'_k` of the dense and the compressed model before layer k, their layers `f_k` and `g_k`
     (a removed layer passes on its input), and `e_k = h'_k − h_k`, exactly

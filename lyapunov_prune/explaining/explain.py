@@ -20,7 +20,6 @@ from lyapunov_prune.explaining.blame import Blame, predictions
 from lyapunov_prune.explaining.decomposition import ErrorSums, difference
 from lyapunov_prune.explaining.explanation import Explanation, blamed_layers
 from lyapunov_prune.explaining.pair import Side, pair_up
-from lyapunov_prune.explaining.sublayers import SublayerSums
 from lyapunov_prune.explaining.token_kinds import TokenSums
 from lyapunov_prune.forward.dealing import dealt, summed
 from lyapunov_prune.forward.hooks import final_state
@@ -67,8 +66,8 @@ def explain(
     models, the states of `batch_size` windows at all boundaries, and a block of logits.
 
     If both models are streamed, all windows pass through one layer of each while it is in memory, so that the files are
-    read a few times (`READINGS`). Memory: one layer of each model, and the states of both at all boundaries and
-    between all sublayers; if memory is short, the states are in a file in `folder` (`room_for`).
+    read a few times (`READINGS`). Memory: one layer of each model, and the states of both at all boundaries;
+    if memory is short, the states are in a file in `folder` (`room_for`).
 
     Raises NonFiniteError naming the layer if a state of either model is not finite, and LyapunovPruneError for two
     models that cannot be compared (`pair_up`) or a profile of another model.
@@ -80,19 +79,19 @@ def explain(
         on.model.require(profile.measured_on.model, "the profile", "give one of the dense model")
     if diagnosis is None:
         diagnosis = diagnose(dense, compressed, reading, kept=second.layers)
-    sums, inner, blame, tokens = ErrorSums(layers), SublayerSums(sides), Blame(layers), TokenSums(reading)
+    sums, blame, tokens = ErrorSums(layers), Blame(layers), TokenSums(reading)
     scorers = [side.reading.scorer for side in sides]
     if scorers[0].reads_as(scorers[1]):
         scorers[1] = scorers[0]
 
     def explain_windows(first: int, ids: torch.Tensor) -> list[_Seen]:
-        return _explain_windows(sides, scorers, ids, sums, inner, blame)
+        return _explain_windows(sides, scorers, ids, sums, blame)
 
     rise = []
     for risen, turned, diverged, ids in itertools.chain(*dealt(reading, batch_size, explain_windows, "explaining")):
         rise.append(risen)
         tokens.add(turned, diverged, ids)
-    summed(reading.model, *(array for each in (sums, inner.sums, blame) for array in vars(each).values()))
+    summed(reading.model, *(array for each in (sums, blame) for array in vars(each).values()))
     kl, loss = map(float, blame.compressed)
     (kl_only, loss_only), (kl_but, loss_but) = blame.only, blame.but
     kl, kl_only, kl_but = max(0.0, kl), np.maximum(kl_only, 0), np.maximum(kl_but, 0)  # rounding may leave less
@@ -118,7 +117,6 @@ def explain(
         compressed=identity,
         measured_on=on,
         matrices=_matrices(sides, blamed_layers(kl - kl_but), batch_size),
-        sublayers=inner.result(rounding),
         tokens=tokens.result(),
         diagnosis=diagnosis,
         file_size=_file_size(compressed),
@@ -176,17 +174,13 @@ def _explain_windows(
     scorers: Sequence[Scorer],
     ids: torch.Tensor,
     sums: ErrorSums,
-    inner: SublayerSums,
     blame: Blame,
 ) -> list[_Seen]:
     """Add these windows to all sums; of each of them by how much its loss rises, and what `TokenSums` adds."""
     first, second = sides
-    between, moved = (side.kept(len(ids)) for side in sides)
-    with inner.dense.watched(between), inner.compressed.watched(moved):
-        (h, final), (changed, changed_final) = (side.states(ids) for side in sides)
+    (h, final), (changed, changed_final) = (side.states(ids) for side in sides)
     h2 = [state.to(h[0].device) for state in changed]
     sums.add_states(h, h2)
-    inner.add_states(h, h2, (between, moved))
     # By part: the state with this part alone compressed, and the state with all parts but this compressed.
     runs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     if not torch.equal(h[0], h2[0]):
@@ -195,14 +189,8 @@ def _explain_windows(
         with first.held(k), second.held(k):
             for side, states in zip(sides, zip(*runs.values(), strict=True), strict=False):  # none at first
                 side.run_each(k, ids, states)
-            (g, at_dense), (g2, at_changed) = (inner.compressed.run(k, ids, state) for state in (h[k], h2[k]))
+            g, g2 = (second.run(k, ids, state) for state in (h[k], h2[k]))
             sums.add_layer(k, difference((h2[k], h2[k + 1]), (h[k], h[k + 1])), h[k + 1], (g, g2))
-            inner.add_layer(
-                k,
-                ids,
-                ((h[k], between.get(k), h[k + 1]), (h2[k], moved.get(k, h2[k]), h2[k + 1])),
-                ((at_dense, g), (at_changed, g2)),
-            )
             if not torch.equal(g.to(h[0].device), h[k + 1]):
                 f = first.run(k, ids, h2[k])
                 # The states that entered the layer are not needed any more; their memory is reused.

@@ -14,7 +14,6 @@ from lyapunov_prune.bounds.matrix_errors import MatrixErrors
 from lyapunov_prune.diagnosis.finding import Diagnosis, Finding
 from lyapunov_prune.evaluation.perplexity import ratio_of
 from lyapunov_prune.explaining.decomposition import PARTS, Decomposed
-from lyapunov_prune.explaining.sublayers import SublayerErrors
 from lyapunov_prune.explaining.token_kinds import TokenKinds
 from lyapunov_prune.results.axes import LayerNumbers, Loose, Per, PerBoundary, PerLayer
 from lyapunov_prune.results.frames import pd
@@ -43,11 +42,10 @@ class Explanation(Decomposed, Result):
     one. `settings` names the setting that differs between the two configs, empty if none does.
 
     `matrices` holds the errors of single matrices, those of the blamed layers (`blamed`) that differ; None if none
-    does, or they cannot be read as numbers. `sublayers` has the same parts for attention and MLP; None if no state lies
-    between them, or weights stay packed. `tokens` follows the error from the final state to the prediction, by kind of
-    token and event. `diagnosis` holds what is broken in the compressed model, `file_size` the bytes of its files, None
-    if they are not known, or `shrink --size` cannot make such a model. `rise` (windows,) is by how much the loss of
-    every window rises; None in files of older versions.
+    does, or they cannot be read as numbers. `tokens` follows the error from the final state to the prediction, by kind
+    of token and event. `diagnosis` holds what is broken in the compressed model, `file_size` the bytes of its files,
+    None if they are not known, or `shrink --size` cannot make such a model. `rise` (windows,) is by how much the loss
+    of every window rises; None in files of older versions.
     """
 
     kept: LayerNumbers
@@ -70,7 +68,6 @@ class Explanation(Decomposed, Result):
     compressed: ModelIdentity
     measured_on: MeasuredOn  # the dense model
     matrices: MatrixErrors | None = None
-    sublayers: SublayerErrors | None = None
     tokens: TokenKinds | None = None
     diagnosis: Diagnosis | None = None
     file_size: int | None = None
@@ -215,7 +212,7 @@ class Explanation(Decomposed, Result):
     def further(self) -> list[Result]:
         """Further tables, each with its own answer."""
         faults = self.diagnosis if len(self.findings) > 1 else None
-        return [part for part in (faults, self.sublayers, self.matrices, self.tokens) if part is not None]
+        return [part for part in (faults, self.matrices, self.tokens) if part is not None]
 
     def _blame(self) -> list[str]:
         order = _most(self.gain)

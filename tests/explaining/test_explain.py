@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families.zoo import make_zoo
 from helpers import hooks_of, inputs_of, make_tiny, moe, operated, saved
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
@@ -25,7 +24,6 @@ from lyapunov_prune.explaining import Explanation
 from lyapunov_prune.explaining import explain as module
 from lyapunov_prune.explaining.explain import READINGS, explain, forwards, told_cost
 from lyapunov_prune.explaining.pair import Side
-from lyapunov_prune.explaining.sublayers import SublayerErrors
 from lyapunov_prune.forward import states
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import read
@@ -119,96 +117,7 @@ def test_both_blames_and_the_parts_are_those_of_exchanged_layers(name: str, ids:
     assert all(check.holds for check in found.composition)
     assert found.matrices is not None
     require_own_errors(found.matrices, dense, other, ids, set(found.blamed))
-    assert found.sublayers is not None
-    require_parts(found.sublayers, dense, other, ids)
     assert hooks_of(dense) == hooks_of(other) == 0
-
-
-MIDDLES = {
-    "llama": "post_attention_layernorm",
-    "gpt2": "ln_2",
-    "gemma3_text": "pre_feedforward_layernorm",
-    "opt": "final_layer_norm",  # which takes windows and tokens joined
-}
-
-
-@torch.no_grad()
-def require_parts(found: SublayerErrors, dense: PreTrainedModel, other: PreTrainedModel, ids: torch.Tensor) -> None:
-    """Attention and MLP against models in which the other model's module stands in one layer, up to that layer.
-
-    A layer with the dense attention and the compressed MLP has `g_mlp(m)` behind it, one with the compressed attention
-    and the dense MLP the state that the compressed attention makes of `h` between its sublayers.
-    """
-    names = MIDDLES.get(dense.config.model_type, "post_attention_layernorm")
-    (h, m), (h2, m2) = (boundaries(model, ids, names) for model in (dense, other))
-    L = len(m)
-    assert found.kinds == (("attention", "mlp"),) * L
-    for k in range(L):
-        mixed = exchanged(dense, {k: find_structure(other).layers[k]})
-        between = boundaries(mixed, ids, names)[1][k]
-        layer, giver = find_structure(mixed).layers[k], find_structure(dense).layers[k]
-        for name, child in giver.named_children():
-            if "attn" in name or (name in ("input_layernorm", "ln_1", "post_attention_layernorm") and name != names):
-                setattr(layer, name, copy.deepcopy(child))
-        behind = boundaries(mixed, ids, names)[0][k + 1]
-        steps = (
-            (h[k], h2[k], m[k], m2[k], between),
-            (m[k], m2[k], h[k + 1], h2[k + 1], behind),
-        )
-        for i, (before, changed, out, changed_out, exact) in enumerate(steps):
-            e, leaving = changed - before, changed_out - out
-            parts = e, exact - out, changed_out - exact - e
-            size = np.linalg.norm(leaving) * np.linalg.norm(out)
-            wanted = [(x * leaving).sum() / size for x in parts]
-            np.testing.assert_allclose(found.parts[:, 2 * k + i], wanted, **CLOSE)
-    np.testing.assert_allclose(found.parts.sum(0), found.relative[1:], rtol=1e-5)
-    assert found.adds_up
-    assert found.off.max() < 1e-6
-    frame = found.to_frame()
-    assert len(frame) == 2 * L
-    assert str(found).startswith("By sublayer: attention adds")
-
-
-def boundaries(model: PreTrainedModel, ids: torch.Tensor, norm: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The states at every boundary, and those that enter the norm before the MLP."""
-    middles: list[np.ndarray] = []
-    hooks = [
-        getattr(layer, norm).register_forward_pre_hook(
-            lambda m, args: middles.append(args[0].double().view(*ids.shape, -1).numpy().copy())
-        )
-        for layer in find_structure(model).layers
-    ]
-    states = run(model, ids)[0]
-    for hook in hooks:
-        hook.remove()
-    return states, middles
-
-
-def test_branches_side_by_side_have_no_parts_of_their_own(ids: torch.Tensor) -> None:
-    dense = make_zoo("gptj")
-    found = explain(dense, perturbed(dense), ids)
-    assert found.sublayers is None
-    assert found.adds_up
-
-
-def test_what_a_removed_layer_did_is_told_by_sublayer(ids: torch.Tensor) -> None:
-    dense = tiny("llama")
-    found = explain(dense, operated(dense, [2]), ids, kept=(0, 1, 3, 4, 5)).sublayers
-    assert found is not None
-    h, m = boundaries(dense, ids, "post_attention_layernorm")
-    np.testing.assert_allclose(
-        found.energy[1, 4:6], [np.square(m[2] - h[2]).sum(), np.square(h[3] - m[2]).sum()], **CLOSE
-    )
-    assert not found.energy[1, :4].any()
-
-
-def test_a_stream_that_is_scaled_comes_apart(ids: torch.Tensor) -> None:
-    dense = make_zoo("granite").double()
-    for layer in find_structure(dense).layers:
-        layer.residual_multiplier = 0.3
-    found = explain(dense, perturbed(dense), ids).sublayers
-    assert found is not None
-    assert found.off.max() < 1e-6
 
 
 def of_expert(model: Any, p: Projection, ids: torch.Tensor) -> torch.Tensor:
@@ -326,7 +235,7 @@ def test_matrices_of_a_pruned_model_are_those_of_the_same_layer(ids: torch.Tenso
 
 def numbers(found: Explanation) -> dict[str, np.ndarray]:
     """Every array of a result and of its parts, by name."""
-    parts = {"": found, "sublayers ": found.sublayers, "matrices ": found.matrices, "tokens ": found.tokens}
+    parts = {"": found, "matrices ": found.matrices, "tokens ": found.tokens}
     return {
         prefix + name: np.asarray(value)
         for prefix, part in parts.items()
@@ -363,7 +272,7 @@ def test_streamed_models_give_the_numbers_of_those_in_memory(
     assert found.differs
     assert found.adds_up
     again, expected = numbers(found), numbers(wanted)
-    assert {"matrices error", "sublayers energy", "tokens kl", "kl_only", "kl"} <= expected.keys() == again.keys()
+    assert {"matrices error", "tokens kl", "kl_only", "kl"} <= expected.keys() == again.keys()
     for what, value in expected.items():
         if not what.endswith("off"):  # rounding itself
             np.testing.assert_allclose(again[what], value, rtol=1e-6, atol=1e-10, err_msg=what)

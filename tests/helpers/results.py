@@ -67,9 +67,6 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         lengths = {"size": (6,), "error": (6,), "energy": (3, 5), "along": (3, 5), "passed": (5,), "off": (5,)}
         costs = {field: loose(7) for field in ("kl_only", "kl_but", "loss_only", "loss_but")}
         return {field: some(*shape) for field, shape in lengths.items()} | costs | {"rho": loose(5)}
-    if name == "SublayerErrors":
-        lengths = {"size": (5,), "error": (5,), "energy": (3, 4), "along": (3, 4), "off": (4,)}
-        return {field: some(*shape) for field, shape in lengths.items()} | {"kinds": (("attention", "mlp"), ())}
     if name == "TokenKinds":
         return {"positions": some(9), "turned": loose(3, 9), "kl": loose(9), "interval": loose(9, 2)}
     if name == "MatrixErrors":

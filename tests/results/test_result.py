@@ -78,7 +78,7 @@ ELSEWHERE = {
     "Provenance",
     "Speed",
 }
-ELSEWHERE |= {"Exported", "FileCheck", "Frontier", "SublayerErrors", "TokenCertificate", "TokenKinds"}
+ELSEWHERE |= {"Exported", "FileCheck", "Frontier", "TokenCertificate", "TokenKinds"}
 
 
 def test_every_result_knows_its_text_and_comes_back_from_a_strict_file_of_its_kind(

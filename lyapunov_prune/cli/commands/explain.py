@@ -68,7 +68,7 @@ def explain(
     written = conclude(run, EXPLANATION, result)
     for part in result.further():
         show(part, None, kept=written)
-    if not (result.adds_up and (result.sublayers is None or result.sublayers.adds_up)):
+    if not result.adds_up:
         raise CheckFailed(f"the parts of the error do not add up; see {written}")
     violated = 0 if result.matrices is None else len(result.matrices.violations)
     require_bounds(not violated, violated, written)
