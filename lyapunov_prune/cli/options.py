@@ -220,15 +220,6 @@ FailAbove = Annotated[
 Seeds = Annotated[int, what_option(min=1, help="Number of random perturbations to average over.")]
 Items = Annotated[int | None, what_option("--limit", min=1, help="Number of items of each task; default: all.")]
 
-Spend = Annotated[
-    float | None,
-    ABOVE_ZERO,
-    what_option(
-        "--max-kl",
-        help="Instead of --sparsity or --bits: as much compression as possible with KL(dense ‖ compressed) on the text "
-        "below this, in nats per token; found by bisection.",
-    ),
-]
 Method = Annotated[choices.Method, what_option(**one_of(METHODS, "How a matrix is compressed."))]
 Sparsity = Annotated[
     str | None,

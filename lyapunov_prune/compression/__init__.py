@@ -5,8 +5,7 @@
 - `recipe`: how every matrix of a model is compressed, and the loop over layers; `compress`: applies it to a copy of the
   model in memory; `report`: the result; `described`: what it says of one matrix;
 - `asking`: amounts and options that a method or a schedule does not take, refused without torch;
-- `held_out`: the loss that schedules with a search minimise, and the cost of bits for schedules that distribute them;
-  `amount`: the most compression within a divergence.
+- `held_out`: the cost of bits for schedules that distribute them.
 
 A new method is a file in `methods` and a row in `table.METHODS`; docs/adding/method.md shows one.
 """

@@ -53,20 +53,3 @@ def require_options(allocation: str | Allocation, options: Mapping[str, Any] | N
         SCHEDULES.make(allocation, **(options or {}))
     elif options:
         raise LyapunovPruneError(f"the allocation is made; leave out {next(iter(options))}, or name a schedule")
-
-
-def require_spendable(method: str, allocation: Any, **said: Any) -> str:
-    """The unit that a budget is spent in. Raises LyapunovPruneError if the amount is given already or has no choice."""
-    given = [name for name, value in said.items() if value is not None]
-    why = ""
-    if given:
-        why = f"--max-kl says how much goes; leave out --{given[0]}"
-    elif not isinstance(allocation, str):
-        why = "the allocation says how much of every matrix; name a schedule with --max-kl"
-    elif allocation in SCHEDULES and SCHEDULES[allocation].unit == "bits":
-        why = f"allocation {allocation} has few means to choose among; give --max-kl with uniform"
-    if why:
-        raise LyapunovPruneError(why)
-    unit = "bits" if method in METHODS and METHODS[method].unit == "bits" else "sparsity"
-    require_amount(method, 0.5 if unit == "sparsity" else None, None, 4 if unit == "bits" else None, allocation)
-    return unit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.pruning.plan import PruningPlan
     from lyapunov_prune.pruning.provenance import Provenance
     from lyapunov_prune.pruning.surgery import Operation
-    from lyapunov_prune.results.result import Result
 
 
 # The types that llama.cpp runs and writes without an importance matrix.
@@ -51,7 +49,7 @@ class CutModel:
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """A compressed model, the `title` of its card, and `results` to write beside it, by file name.
+    """A compressed model, and the `title` of its card.
 
     `dense` is the model before compression, for a format that `keeps_dense`.
     """
@@ -59,7 +57,6 @@ class Finished:
     done: Compressed
     tokenizer: PreTrainedTokenizerBase
     title: str
-    results: Mapping[str, Result]
     dense: PreTrainedModel | None = None
 
 

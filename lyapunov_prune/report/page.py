@@ -74,10 +74,9 @@ def require_readable(run: Path, replaced: Collection[str] = ()) -> None:
 def load_result(path: Path) -> Result:
     """The result in a file that a command wrote, whatever its kind. Raises LyapunovPruneError for any other file."""
     from lyapunov_prune.budget.spent import Spent
-    from lyapunov_prune.compression.amount import BudgetedCompression
 
     kinds: list[type[Result]] = [section.kind for section in SECTIONS]
-    kinds += [PruningPlan, Provenance, BudgetedCompression, Spent]
+    kinds += [PruningPlan, Provenance, Spent]
     try:
         named = parsed(path.read_text(encoding="utf-8"))["kind"]
     except (OSError, ValueError, KeyError, TypeError):

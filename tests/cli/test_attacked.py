@@ -60,7 +60,6 @@ COMMANDS = {
         "--tokens",
         "128",
     ),
-    "compress --max-kl": ("compress", "tiny", "--method", "wanda", "--max-kl", "0.1", *MEASURED),
     "pack": (*PACK, "--bits", "4"),
     "check": ("check", "tiny", "--bounds", *MEASURED),
     "sensitivity": ("sensitivity", "tiny", "--study", "layer", *MEASURED),

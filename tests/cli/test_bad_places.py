@@ -35,7 +35,6 @@ def test_an_output_that_is_a_file(name: str, run_bad: Callable[..., str]) -> Non
     [
         ("heal", "tiny", "--teacher", "tiny"),
         ("joint", "tiny", "--remove", "1"),
-        ("compress", "tiny", "--max-kl", "1"),
     ],
     ids=lambda command: command[0],
 )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lyapunov_prune.cli.inputs import chosen_allocation, format_for, load_inputs, reads_text, windows_at_once
-from lyapunov_prune.cli.jobs import first_goes_on, jobs_folder
+from lyapunov_prune.cli.jobs import first_goes_on
 from lyapunov_prune.cli.options import (
-    IN_MEMORY,
     Allocation,
     Bits,
     GroupSize,
@@ -17,21 +16,15 @@ from lyapunov_prune.cli.options import (
     Method,
     Model,
     Sparsity,
-    Spend,
     Stored,
     Target,
     TextOptions,
     share_of,
 )
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.cli.terminal import say, show
+from lyapunov_prune.cli.terminal import show
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.table import FORMATS, require_streamed_format
-
-if TYPE_CHECKING:
-    from lyapunov_prune.allocation.allocation import Allocation as Allocated
-    from lyapunov_prune.compression.amount import BudgetedCompression
-    from lyapunov_prune.results.result import Result
 
 
 def compress(
@@ -39,7 +32,6 @@ def compress(
     *,
     method: Method = "wanda",
     sparsity: Sparsity = None,
-    max_kl: Spend = None,
     bits: Bits = None,
     allocation: Allocation = "uniform",
     group_size: GroupSize = None,
@@ -54,22 +46,21 @@ def compress(
     what the compression does to the predictions, but is neither smaller nor faster. --format packed stores the 4 or 8
     bits of rtn and gptq as packed integers: the checkpoint is smaller, and faster in an engine that has a kernel for
     them. With --device disk each layer is read, compressed and written before the next one.
-    With --max-kl the amounts that were tried go to amounts.json; after an interruption the same command continues.
     """
+    from lyapunov_prune.compression.asking import require_amount, require_options
+
     share, keep_of = _share_or_pattern(sparsity)
     schedule = chosen_allocation(allocation)
-    _require_amount(method, schedule, share, keep_of, bits, max_kl)
-    jobs = jobs_folder() if max_kl is not None else None
-    reads = max_kl is not None or reads_text(method, schedule)
+    require_amount(method, share, None, bits, schedule)
+    require_options(schedule, {})
+    reads = reads_text(method, schedule)
     if not reads:
         given.refuse_record(f"has no effect: {method} by {allocation} reads weights only; leave it out", TextOptions)
     format = format_for(output, format, given)
     stored = FORMATS.make(format)
     if inputs.disk:
-        given.refuse(IN_MEMORY, "max_kl")
         require_streamed_format(format, "compress")
 
-    from lyapunov_prune.compression.amount import compress_under_budget
     from lyapunov_prune.compression.compress import compress as compress_model
     from lyapunov_prune.compression.recipe import CompressionRequest
     from lyapunov_prune.compression.report import REPORT
@@ -95,45 +86,13 @@ def compress(
         report = compress_on_disk(loaded.model, loaded.tokenizer, output, batch, format=format, **how, **amount)
         show(report, output, kept=output / REPORT)
         return
-    results: dict[str, Result] = {}
-    if max_kl is None:
-        done = compress_model(loaded.model, batch, **how, **amount, batch_size=batch_size)
-    else:
-        assert batch is not None
-        spent, done = compress_under_budget(loaded.model, batch, max_kl, **how, folder=jobs, batch_size=batch_size)
-        results["amounts.json"] = spent
-        _show_spent(spent, output)
+    done = compress_model(loaded.model, batch, **how, **amount, batch_size=batch_size)
     first_goes_on()
     dense = loaded.model if stored.keeps_dense else None
-    finished = Finished(done, loaded.tokenizer, f"{Path(model).name}, compressed", results, dense)
+    finished = Finished(done, loaded.tokenizer, f"{Path(model).name}, compressed", dense)
     del loaded  # what was written is loaded beside what was compressed: no room for a third
     report = stored.write(output, finished)
     show(report, output, kept=output / REPORT)
-
-
-def _require_amount(
-    method: str,
-    schedule: str | Allocated,
-    share: float | None,
-    keep_of: tuple[int, int] | None,
-    bits: float | None,
-    max_kl: float | None,
-) -> None:
-    """Raise LyapunovPruneError for an amount that the method or the schedule cannot use."""
-    from lyapunov_prune.compression.asking import require_amount, require_options, require_spendable
-
-    if max_kl is not None:
-        require_spendable(method, schedule, sparsity=share, bits=bits, pattern=keep_of)
-    else:
-        require_amount(method, share, None, bits, schedule)
-    require_options(schedule, {})
-
-
-def _show_spent(spent: BudgetedCompression, output: Path) -> None:
-    from lyapunov_prune.predictions.expectation import expectation
-
-    show(spent, None, kept=output / "amounts.json")
-    say(expectation().told(float(spent.kl[spent.chosen]), "matrices compressed"))
 
 
 def _share_or_pattern(sparsity: str | None) -> tuple[float | None, tuple[int, int] | None]:

@@ -62,8 +62,7 @@ class Plain(Format):
         from lyapunov_prune.compression.report import REPORT
 
         report = made.done.report
-        results = {**made.results, REPORT: report}
-        write_model(made.done.model, made.tokenizer, target, results, made.title, report.about())
+        write_model(made.done.model, made.tokenizer, target, {REPORT: report}, made.title, report.about())
         return report
 
     def export(self, decoder: Decoder, target: Path) -> Exported:
