@@ -4,7 +4,6 @@
 - `spaces`: the measures of whole rows;
 - `hierarchy`: h → z → p at each decoding step, kept in `hierarchy_probe`, with error bounds of its angles;
 - `generation`: both models write their own text; `history`: one reads the other's text;
-- `expectation`: perplexity and generated text predicted from a measured divergence;
 - `choices`: both models answer the same items, compared in `choice_comparison`;
 - `verdict`: which kinds of task a compression spares.
 """

@@ -1,26 +1,40 @@
-"""What a measured divergence means for perplexity and greedy text: the table that `prune` and `compress` print from.
+"""What a measured divergence means for perplexity and greedy text: two lines fitted over removed sets of layers.
 
     python experiments/4_hierarchy/prediction/expected.py
 
 Reads every prediction.json and measured.json here. Of each model half of the sets, drawn by SEED, are held out; the
-other half gives the lines and their widths. Writes lyapunov_prune/predictions/expected.json.
+other half gives the lines and their widths. Writes expected.json beside this file.
 """
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-import lyapunov_prune
-from lyapunov_prune.predictions.expectation import Line
 from lyapunov_prune.results.files import write_whole
 
 HERE = Path(__file__).parent
-TARGET = Path(lyapunov_prune.__file__).parent / "predictions" / "expected.json"
+TARGET = HERE / "expected.json"
 SEED, SHARE, STEPS = 0, 0.9, 32
 MEASURES = {"perplexity": "log_ratio", "first_difference": "later"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """`ln y = intercept + slope ln KL`, with an interval of half width `width` that holds a `share` of the fitted sets.
+
+    The width is the `⌈(n + 1) share⌉`-th smallest of the n leave-one-out residuals `|residual|` (the jackknife of
+    Barber et al., Annals of Statistics 49, 2021, arXiv:1905.02928, §1.2, which guarantees no coverage). `covered` is
+    the share of held-out sets inside the interval.
+    """
+
+    intercept: float
+    slope: float
+    width: float
+    covered: float
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from experiments.amplification import weighted_spearman
 from experiments.common import Model, draw, run_command, texts
 from experiments.statements import interval, percent, signed, table
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
-from lyapunov_prune.predictions.expectation import TABLE
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
 from lyapunov_prune.results.encoding import decode, encode
@@ -181,7 +180,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
 
 def foretold() -> str:
     """How often the table that the package ships is right about sets that it has not seen."""
-    known = json.loads(TABLE.read_text(encoding="utf-8"))
+    known = json.loads((HERE / "expected.json").read_text(encoding="utf-8"))
     rows = []
     for name, what in (("perplexity", "log perplexity ratio"), ("first_difference", "steps until the texts part")):
         line = known[name]

@@ -20,7 +20,7 @@ from lyapunov_prune.cli.removal import (
     settled,
 )
 from lyapunov_prune.cli.scored import scored_pair
-from lyapunov_prune.cli.terminal import say, show
+from lyapunov_prune.cli.terminal import show
 from lyapunov_prune.export.table import FORMATS
 from lyapunov_prune.merging.table import DEFAULT
 from lyapunov_prune.ranking.counts import count_of
@@ -201,10 +201,8 @@ def _chosen(
 
 def _within_budget(loaded: Decoder, batch: TokenBatch, ranking: Any, max_kl: float, batch_size: int) -> PruningPlan:
     """The plan of as many layers of `ranking` as stay within `max_kl` nats a token."""
-    from lyapunov_prune.predictions.expectation import expectation
     from lyapunov_prune.ranking.budget import remove_under_budget
 
     spent = remove_under_budget(loaded, batch, ranking, max_kl, batch_size=batch_size)
     show(spent, None)
-    say(expectation().told(float(spent.kl[spent.within - 1]), spent.parts))
     return spent.plan()
