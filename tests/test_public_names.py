@@ -162,7 +162,6 @@ MISTAKES = [
     "check smollm2-135m ./nowhere",
     "explain smollm2-135m",
     "sensitivity smollm2-135m --study layr",
-    "hierarchy smollm2-135m --prompts gone.txt",
     "hierarchy smollm2-135m smollm2-135m --choices gone.jsonl",
     "cache --clean",
     "theorems all",

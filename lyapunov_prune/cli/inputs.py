@@ -84,19 +84,6 @@ def load_beside(name: str, loaded: Decoder, windows: int, inputs: Inputs) -> Tok
     return other.batch(loaded, "calibration")
 
 
-def load_prompted(model: str, inputs: Inputs, prompts: Path | None, given: Given) -> tuple[Decoder, TokenBatch]:
-    """The model, and what it goes on from: the prompts of a file, or windows of the evaluation half of a text."""
-    from lyapunov_prune.data.prompts import load_prompts
-
-    if prompts is None:
-        return load_inputs(model, inputs, "evaluation")
-    given.refuse(
-        "applies to windows of a text, and --prompts FILE replaces them; leave it out", *("text", "tokens", "context")
-    )
-    loaded = inputs.load(model)
-    return loaded, load_prompts(prompts, loaded.tokenizer)
-
-
 def require_bounds(hold: bool, violated: int, where: Path) -> None:
     """Raise CheckFailed unless all bounds hold; `where` says which are violated."""
     if not hold:

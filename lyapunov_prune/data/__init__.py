@@ -5,7 +5,6 @@
 - `batch`: the windows, checked against a model;
 - `images`: images with their classes, checked against a model;
 - `examples`: what text and images have in common, and three disjoint parts of either;
-- `prompts`: the user's own prompts, each of its own length;
 - `unseen`: refuses to score a model on what it was made with;
 - `choices`: multiple-choice items and questions from JSONL files.
 """

@@ -2,4 +2,3 @@ from .choices import ChoiceItem as ChoiceItem
 from .choices import load_items as load_items
 from .examples import slices as slices
 from .images import ImageBatch as ImageBatch
-from .prompts import load_prompts as load_prompts

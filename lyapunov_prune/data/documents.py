@@ -86,9 +86,9 @@ class Chat:
         tools = [tool for tool in self.tools if _as_json(tool) not in seen]
         return replace(self, messages=messages, settings={**self.settings, _TOOLS: tools or None})
 
-    def text(self, tokenizer: PreTrainedTokenizerBase, *, answer: bool = False) -> str:
-        """The chat by the tokenizer's template; with `answer`, up to where the model's answer begins."""
-        return chat_text(tokenizer, self.messages, self.where, answer=answer, **self.settings)
+    def text(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """The chat by the tokenizer's template."""
+        return chat_text(tokenizer, self.messages, self.where, **self.settings)
 
 
 @dataclass(frozen=True)

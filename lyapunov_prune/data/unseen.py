@@ -1,4 +1,4 @@
-"""Refuse to score a model on texts, images, items, prompts or documents that a step that made it has seen."""
+"""Refuse to score a model on texts, images, items or documents that a step that made it has seen."""
 
 from __future__ import annotations
 

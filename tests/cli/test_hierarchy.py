@@ -97,17 +97,3 @@ def test_hierarchy_gives_a_verdict_by_kind_of_task(run: Any) -> None:
     assert "generation: " in done.out
     page = Path("runs/tiny/report.html").read_text()
     assert page.index("<h2>Verdict by kind of task</h2>") < page.index("<h2>Hidden state, logits, probabilities</h2>")
-
-
-def test_hierarchy_goes_on_from_own_prompts(run: Any) -> None:
-    Path("mine.txt").write_text("one two three\nthe thick ether\nfour\n")
-    few = ["--prompts", "mine.txt", "--new-tokens", "3"]
-    done = run("hierarchy", "tiny", *few)
-    assert done.code == 0
-    assert "tokens of mine.txt (all" in done.out
-    assert HierarchyProbe.load("runs/tiny/hierarchy.json").kl.shape[-1] == 3
-    Path("chat.jsonl").write_text('{"messages": [{"role": "user", "content": "one two"}]}\n')
-    assert "no chat template" in run("hierarchy", "tiny", "--prompts", "chat.jsonl").err
-    Path("long.txt").write_text("a long prompt " * 200)
-    assert "longer than the model's 128" in run("hierarchy", "tiny", "--prompts", "long.txt").err
-    assert "no.txt" in run("hierarchy", "tiny", "--prompts", "no.txt").err

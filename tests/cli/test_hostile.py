@@ -189,7 +189,6 @@ def test_a_loop_of_links_is_refused(command: list[str], checkpoint: Path, run_ba
         ("p.txt", ["profile", "tiny", "--text", "p.txt"]),
         ("p.jsonl", ["eval", "tiny", "--tasks", "p.jsonl"]),
         ("p.jsonl", ["hierarchy", "tiny", "tiny", "--choices", "p.jsonl"]),
-        ("p.txt", ["hierarchy", "tiny", "tiny", "--prompts", "p.txt"]),
         ("p.gguf", ["profile", "p.gguf"]),
         ("tiny/generation_config.json", ["profile", "tiny"]),
         ("tiny/history.json", ["profile", "tiny"]),

@@ -111,7 +111,6 @@ def has_no_effect(line: str, option: str, tail: str = "") -> Any:
 
 OF_A_CRITERION = "applies to layers that a criterion chooses"
 MEASURED = "p.json was measured already"
-WINDOWS = "--prompts FILE replaces them"
 
 
 @pytest.mark.parametrize(
@@ -130,10 +129,6 @@ WINDOWS = "--prompts FILE replaces them"
         *(
             has_no_effect("rank p.json", option, MEASURED)
             for option in (*("--text x", "--device cpu", "--tokens 999", "--dtype bfloat16"),)
-        ),
-        *(
-            has_no_effect("hierarchy tiny --prompts tiny/config.json", option, WINDOWS)
-            for option in ("--text x", "--tokens 128", "--context 32")
         ),
         has_no_effect("sensitivity tiny --study removal", "--sparsity 0.9", "has no effect on removal"),
     ],

@@ -128,7 +128,6 @@ def seen_by_out(run: Callable[..., Done]) -> None:
     for name, (first, last) in {"seen": (0, 5), "other": (5000, 5003)}.items():
         these = items(first, last, brief)
         Path(f"{name}.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in these))
-        Path(f"{name}-prompts.jsonl").write_text("".join(f"{json.dumps({'text': item['query']})}\n" for item in these))
     assert run("prune", "tiny", "--remove", "1", "-o", "out", *CALIBRATED).code == 0
 
 
@@ -143,9 +142,8 @@ HIERARCHY = ["hierarchy", "tiny", "out", "--tokens", "64", "--context", "32", "-
         (EVAL, lambda name: ["--tasks", f"{name}.jsonl"]),
         (["eval", "tiny", "--against", "out", *EVAL[2:]], lambda name: ["--tasks", f"{name}.jsonl"]),
         (HIERARCHY, lambda name: ["--choices", f"{name}.jsonl"]),
-        ([*HIERARCHY[:3], *HIERARCHY[-2:]], lambda name: ["--prompts", f"{name}-prompts.jsonl"]),
     ],
-    ids=["tasks", "against", "choices", "prompts"],
+    ids=["tasks", "against", "choices"],
 )
 def test_items_that_a_model_was_made_with_are_not_scored(
     command: list[str], options: Callable[[str], list[str]], run: Callable[..., Done]

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lyapunov_prune.cli import checks
-from lyapunov_prune.cli.inputs import begun_run, draw_report, load_prompted, require_bounds, windows_at_once
-from lyapunov_prune.cli.options import Inputs, Model, RunOptions, text_option, what_option
+from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, require_bounds, windows_at_once
+from lyapunov_prune.cli.options import Inputs, Model, RunOptions, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import keep
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from lyapunov_prune.data.batch import TokenBatch
     from lyapunov_prune.forward.reading import Reading
     from lyapunov_prune.models.decoder import Decoder
 
@@ -34,15 +31,6 @@ def hierarchy(
         checks.FILE,
         what_option(help="Multiple-choice items for both models: a .jsonl file of query, choices, gold."),
     ] = None,
-    prompts: Annotated[
-        Path | None,
-        text_option(
-            exists=True,
-            dir_okay=False,
-            help="Prompts in place of windows of --text: one a line, or rows of text; rows of messages or "
-            "conversations go through the chat template.",
-        ),
-    ] = None,
     inputs: RunOptions = RunOptions(tokens=128, context=32),
     given: Given = Given(),
 ) -> None:
@@ -52,13 +40,14 @@ def hierarchy(
     the context of the dense model; estimates and proven bounds are shown beside the measurements. With COMPRESSED both
     models also decode on their own (generation.json), COMPRESSED reads the dense text
     (diverged-history.json), both answer --choices (choices.json), and verdict.json says which kinds of task survive.
-    Prompts are windows of --context tokens, or those of --prompts. The exit code is 1 if a bound is violated.
+    Prompts are windows of --context tokens. The exit code is 1 if a bound is violated.
     """
     inputs.require_loaded("hierarchy")
     if compressed is None:
         given.refuse("compares two models; give COMPRESSED as well", "choices")
 
     from lyapunov_prune.data.choices import load_items
+    from lyapunov_prune.data.unseen import require_unseen
     from lyapunov_prune.forward.decoding import greedy_text
     from lyapunov_prune.forward.reading import read
     from lyapunov_prune.models.structure import identify
@@ -69,12 +58,12 @@ def hierarchy(
     of_two = ("generation", "diverged-history", "verdict") if compressed else ()
     asked = ["choices"] if choices else []
     run = begun_run(inputs.output, dense, *(f"{name}.json" for name in ("hierarchy", *of_two, *asked)))
-    loaded, batch = load_prompted(dense, inputs, prompts, given)
+    loaded, batch = load_inputs(dense, inputs, "evaluation")
     batch_size = windows_at_once(loaded, batch.context)
     reading = read(loaded, batch, new_tokens - (compressed is None))
     other = None if compressed is None else _other(loaded, inputs, (dense, compressed))
     for model in (loaded.model, *([other.model] if other else [])):
-        _require_unseen(model, loaded, batch)
+        require_unseen(model, batch)
     if other is not None and items:  # before minutes of decoding
         fitting(items, loaded.tokenizer, (loaded.model, other.model), None)
     dense_text = greedy_text(reading, batch_size, new_tokens)
@@ -105,16 +94,6 @@ def _other(loaded: Decoder, inputs: Inputs, names: tuple[str, str]) -> Decoder:
     require_same_tokenizer(loaded.tokenizer, other.tokenizer, names)
     _require_made_from(loaded, other, names)
     return other
-
-
-def _require_unseen(model: PreTrainedModel, loaded: Decoder, batch: TokenBatch) -> None:
-    """Raise LyapunovPruneError if `model` was made with the text or the prompts of `batch`."""
-    from lyapunov_prune.data.prompts import Prompts
-    from lyapunov_prune.data.unseen import require_unseen, require_unseen_items
-
-    require_unseen(model, batch)
-    if isinstance(batch, Prompts):
-        require_unseen_items(model, loaded.tokenizer, batch.said, batch.text, "prompts")
 
 
 def _compare(
