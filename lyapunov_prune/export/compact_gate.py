@@ -7,8 +7,7 @@
 5. Parameters and bytes on disk fell by exactly what was cut.
 
 If the map of the hidden vector is known, a sixth check compares each merged matrix with it (`merged_check`).
-
-A compact model is written as a folder that loads with and without this package, whole or not at all."""
+"""
 
 from __future__ import annotations
 
@@ -24,27 +23,24 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.reloading import ELSEWHERE, RELOADED, GateCheck, elsewhere_check
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import as_examples
 from lyapunov_prune.data.images import ImageBatch
-from lyapunov_prune.export.compact import Cuts, block_paths, cut_places, cuts_of, make_compact, merged_path
+from lyapunov_prune.export.compact import Cuts, block_paths, cut_places, cuts_of, merged_path
 from lyapunov_prune.forward.attentions import find_attentions, silenced_attentions
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.replaced import hidden_replaced
-from lyapunov_prune.models.decoder import Decoder, InMemoryAny, runs_models, takes_model
+from lyapunov_prune.models.decoder import Decoder, InMemoryAny, runs_models
 from lyapunov_prune.models.feedforward import Affine, FeedForward, find_feedforward
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.plain import PlainAny
-from lyapunov_prune.models.structure import Structure, model_name
+from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.pruning.counting import COUNTED, fallen_check, held_by, place, sizes_in_memory
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED, Check, Gate, GateReport, OnFiles, bytes_in
-from lyapunov_prune.pruning.provenance import gate_table, save
+from lyapunov_prune.pruning.provenance import save
 from lyapunov_prune.pruning.removal import MERGED, merged_check
-from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 
 
@@ -153,33 +149,6 @@ def _counted(gate: Gate, cuts: Cuts, folder: Path) -> GateCheck:
     return fallen_check(before, left, layers, gate.result, bytes_in(folder))
 
 
-GATE = "gate.json"
-
-
-@takes_model
-def write_compact(
-    model: PlainAny,
-    tokenizer: PreTrainedTokenizerBase | None,
-    cuts: Cuts,
-    target: str | Path,
-    batch: TokenBatch | ImageBatch | None = None,
-) -> GateReport:
-    """Cut `cuts` out of `model`, pass the gate on the saved files, and write the folder `target`.
-
-    Use it for cuts that no plan describes, for example trained matrices; `write_pruned` carries out a plan. The folder
-    holds the weights, their module, the tokenizer if there is one, a model card (README.md), `gate.json` and
-    `history.json`. Raises CheckFailed if the gate fails, and LyapunovPruneError if the cuts are impossible, the target
-    is not empty or writing fails. In both cases nothing is left at `target`.
-    """
-    require_empty(target)
-    compact = make_compact(model, cuts)
-    with whole_folder(target) as folder:
-        gate = save_compact(folder, model, compact, tokenizer, cuts, batch)
-        gate.save(folder / GATE)
-        _describe(folder, model, compact, cuts, gate)
-        return gate
-
-
 def save_compact(
     folder: Path,
     decoder: Decoder,
@@ -197,25 +166,3 @@ def save_compact(
     gate.require_passed()
     history_of(compact).save(folder / HISTORY)
     return gate
-
-
-def _describe(folder: Path, decoder: Decoder, compact: PreTrainedModel, cuts: Cuts, gate: GateReport) -> None:
-    model, layers = decoder.model, decoder.structure.num_layers
-    name = model_name(model)
-    gone = []
-    if cuts.attention:
-        gone.append(f"The attention of layers {', '.join(map(str, sorted(cuts.attention)))}, counted from 0.")
-    if cuts.merged:
-        merged = ", ".join(map(str, sorted(cuts.merged)))
-        gone.append(f"The feed-forward blocks of layers {merged}, for each of which one matrix stands.")
-    gone.append("The list `cuts` in config.json says it layer by layer.")
-    write_card(
-        folder,
-        f"{Path(name).name}, compact",
-        f"{layers} layers, {len(cuts.attention)} of which lost their attention and {len(cuts.merged)} of which had "
-        f"their feed-forward block\nmerged into one matrix. {compact.num_parameters():,} parameters of "
-        f"{model.num_parameters():,} are left.",
-        compact,
-        {"Removed": "\n".join(gone), "Removal check": gate_table(gate)},
-        tags=("depth-pruning",),
-    )

@@ -16,18 +16,17 @@ from transformers import AutoModelForImageClassification, PreTrainedModel, PreTr
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import lyapunov_prune
+from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
-from lyapunov_prune.export import compact_gate
 from lyapunov_prune.export.compact import Cuts, make_compact
-from lyapunov_prune.export.compact_gate import GATE, write_compact
+from lyapunov_prune.export.compact_gate import save_compact
 from lyapunov_prune.models import modeling_compact
 from lyapunov_prune.models.compact import MODULE, register
-from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.decoder import wrap, wrap_any
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.results.history import history_of
 from lyapunov_prune.results.result import MeasuredOn
 
@@ -45,7 +44,10 @@ def written(
 ) -> Path:
     """With all five checks, the process without this package among them."""
     folder = tmp_path_factory.mktemp("compact") / "small"
-    write_compact(reader, tokenizer, CUTS, folder)
+    compact = make_compact(reader, CUTS)
+    gate = save_compact(folder, wrap(reader), compact, tokenizer, CUTS, None)
+    assert {check.name for check in gate.checks} == FIVE | {"fell by what was removed"}
+    write_card(folder, "small", "Cut.", compact, {})
     return folder
 
 
@@ -59,9 +61,6 @@ def small(written: Path, tmp_path: Path) -> Path:
 
 
 def test_the_folder(written: Path, reader: PreTrainedModel) -> None:
-    gate = GateReport.load(written / GATE)
-    assert gate.passed
-    assert {check.name for check in gate.checks} == FIVE | {"fell by what was removed"}
     config = json.loads((written / "config.json").read_text())
     assert config["model_type"] == "compact_llama"
     assert config["cuts"][3] == {"self_attn": "none", "input_layernorm": "identity", "mlp": "linear"}
@@ -79,8 +78,6 @@ def test_the_card_says_what_loading_runs(written: Path) -> None:
     assert 'AutoModelForCausalLM.from_pretrained("path/to/this/folder", trust_remote_code=True)' in card
     assert f"This runs `{MODULE}`" in card
     assert "No custom code" not in card
-    assert "The attention of layers 0, 3, counted from 0." in card
-    assert "| reloads without this package | passed |" in card
 
 
 def test_the_module_imports_torch_and_transformers_alone() -> None:
@@ -91,7 +88,9 @@ def test_the_module_imports_torch_and_transformers_alone() -> None:
 
 def test_a_classifier_is_written_and_loads_without_this_package(tmp_path: Path) -> None:
     model = make_classifier("vit")
-    gate = write_compact(model, None, CUTS, tmp_path / "small")
+    compact = make_compact(model, CUTS)
+    gate = save_compact(tmp_path / "small", wrap_any(model), compact, None, CUTS, None)
+    write_card(tmp_path / "small", "small", "Cut.", compact, {})
     assert "reloads without this package" in [check.name for check in gate.checks if check.passed]
     register("vit")
     again = AutoModelForImageClassification.from_pretrained(tmp_path / "small", trust_remote_code=False)
@@ -103,16 +102,14 @@ def test_a_classifier_is_written_and_loads_without_this_package(tmp_path: Path) 
     assert "AutoTokenizer" not in card
 
 
-def test_a_failed_gate_writes_nothing(
+def test_a_model_with_other_cuts_fails_the_gate(
     reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = Cuts(merged={2: CUTS.merged[1]})
-    monkeypatch.setattr(compact_gate, "make_compact", lambda model, cuts: make_compact(model, other))
+    other = make_compact(reader, Cuts(merged={2: CUTS.merged[1]}))
     passed = GateCheck("reloads without this package", True, 0.0, 1.0, "not run: it takes seconds")
     monkeypatch.setattr("lyapunov_prune.export.compact_gate.elsewhere_check", lambda *_: passed)
     with pytest.raises(CheckFailed, match="same as skipping"):
-        write_compact(reader, tokenizer, Cuts(merged={1: CUTS.merged[1]}), tmp_path / "small")
-    assert not list(tmp_path.iterdir())
+        save_compact(tmp_path / "small", wrap(reader), other, tokenizer, Cuts(merged={1: CUTS.merged[1]}), None)
 
 
 def test_the_history_knows_the_text(
@@ -210,21 +207,3 @@ def test_a_spoilt_folder_is_refused(small: Path, fault: Callable[[Path], None], 
     with pytest.raises(LyapunovPruneError, match=message) as refused:
         lyapunov_prune.load(small)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("cuts", "told", "untold"),
-    [
-        (Cuts(attention=(0, 3)), "6 layers, 2 of which lost their attention and 0 of which", "The feed-forward blocks"),
-        (Cuts(merged={1: (W, None)}), "The feed-forward blocks of layers 1, for each of which", "The attention of"),
-    ],
-)
-def test_the_card_names_what_is_gone_and_nothing_else(
-    cuts: Cuts, told: str, untold: str, reader: PreTrainedModel, tmp_path: Path
-) -> None:
-    made = make_compact(reader, cuts)
-    compact_gate._describe(tmp_path, wrap(reader), made, cuts, GateReport(()))
-    card = (tmp_path / "README.md").read_text()
-    assert told in card
-    assert untold not in card
-    assert f"{made.num_parameters():,} parameters of {reader.num_parameters():,} are left" in " ".join(card.split())
