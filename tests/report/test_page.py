@@ -95,7 +95,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel) -> Pat
 
 def test_every_answer_is_short_and_says_more_than_a_table(run: Path) -> None:
     read = [section.kind.load(path) for section in SECTIONS for path in section.paths(run)]
-    assert len(read) > 12
+    assert len(read) > 10
     for result in read:
         lines = result.answer()
         assert 0 < len(lines) <= LINES
@@ -172,7 +172,6 @@ def test_the_page_says_what_was_measured_on_what(run: Path) -> None:
     page = (run / "report.html").read_text()
     assert re.search(r"float32 on cpu; 72 tokens of token ids", page)
     assert "95 %" in page
-    assert "an estimate from below and no bound" in page
     assert "84 checks" in page
     assert ">mlp.down_proj</td>" in page  # a line a component before the line a matrix
 
