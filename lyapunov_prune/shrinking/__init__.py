@@ -5,7 +5,7 @@
 - `cost`: how long it will take here, and how much memory and disk, before it starts;
 - `texts`: what teaches, what judges, and what no step sees;
 - `choosing`: which layers go, and whether mending pays; `within`: how many, where the target is what may be lost;
-- `shrink`: all steps, one after the other;
+- `shrink`: all steps, one after the other, with `healing` and `evaluated`, what it measures on text that no step saw;
 - `written`: the smaller model as a checkpoint, with the commands that would do the same by hand;
 - `report`: what was done and what it is worth.
 
