@@ -66,6 +66,8 @@ def attention_paths(dense: InMemory, compressed: InMemory, prompts: Readable, *,
     weighted sum of the values.
     """
     readings = [read(model, prompts, steps - 1) for model in (dense, compressed)]
+    if readings[0].structure.num_layers != readings[1].structure.num_layers:
+        raise LyapunovPruneError("the models have different layers; give a compressed model that keeps all of them")
     ids = readings[0].batch.ids
     decoded = [greedy_text(r, len(ids), steps) for r in readings]
     layers: tuple[int, ...] = ()

@@ -61,13 +61,13 @@ def explain(
 
     Cost: at most `forwards(L)` forwards of every window, fewer if some layers are equal. Both models run once;
     every layer of `compressed` runs on both states, and every layer of `dense` on the state of `compressed`; for each
-    layer, two half forwards on average (with it alone compressed, and with all but it) begin at a kept state; every MLP
-    of `compressed` runs on the dense state; `dense` runs once more for the matrices of the blamed layers. Memory: both
-    models, the states of `batch_size` windows at all boundaries, and a block of logits.
+    layer, two half forwards on average (with it alone compressed, and with all but it) begin at a kept state; `dense`
+    runs once more for the matrices of the blamed layers. Memory: both models, the states of `batch_size` windows at all
+    boundaries, and a block of logits.
 
     If both models are streamed, all windows pass through one layer of each while it is in memory, so that the files are
-    read a few times (`READINGS`). Memory: one layer of each model, and the states of both at all boundaries;
-    if memory is short, the states are in a file in `folder` (`room_for`).
+    read a few times (`READINGS`). Memory: one layer of each model, and the states of both at all boundaries; if memory
+    is short, the states are in a file in `folder` (`room_for`).
 
     Raises NonFiniteError naming the layer if a state of either model is not finite, and LyapunovPruneError for two
     models that cannot be compared (`pair_up`) or a profile of another model.
@@ -239,7 +239,7 @@ READINGS = 18
 
 def forwards(layers: int) -> int:
     """The most forwards that `explain` takes of each window: all layers and the embedding differ."""
-    return layers + 8
+    return layers + 7
 
 
 @in_eval_mode
