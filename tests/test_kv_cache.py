@@ -66,9 +66,6 @@ def test_each_layer_costs_what_its_rounded_cache_does(name: str, ids: torch.Tens
         np.testing.assert_allclose(found.kl_but[k + 1], kl([i for i in range(6) if i != k]), rtol=2e-5)
     assert found.adds_up
     assert found.matrices is None
-    assert found.sublayers is not None
-    assert (found.sublayers.energy[1, ::2] > 0).all()  # attention adds all of it
-    assert not found.sublayers.energy[1, 1::2].any()
     assert "cache of 4 bits" in found.headline()
 
 
