@@ -1,10 +1,8 @@
-"""What a divergence foretells: the lines in float64, and the committed table."""
+"""What a divergence foretells: the lines in float64."""
 
 from __future__ import annotations
 
 import importlib
-import json
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -28,15 +26,6 @@ def test_the_width_is_that_of_residuals_left_out_one_by_one() -> None:
     assert line.width == pytest.approx(left[17])  # ⌈20 · 0.9⌉ = 18th
     off = np.abs(np.log(held_out.y) - beta[0] - beta[1] * np.log(held_out.kl))
     assert line.covered == (off <= left[17]).mean()
-
-
-def test_the_committed_table_is_what_the_measurements_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    committed = EXPECTED.TARGET
-    monkeypatch.setattr(EXPECTED, "TARGET", tmp_path / "expected.json")
-    EXPECTED.main()
-    fresh, known = (json.loads(path.read_text(encoding="utf-8")) for path in (tmp_path / "expected.json", committed))
-    assert fresh == known, "run experiments/4_hierarchy/prediction/expected.py"
-    assert known["fitted"] + known["held_out"] == len(EXPECTED.measured())
 
 
 def test_held_out_sets_are_half_of_every_model() -> None:

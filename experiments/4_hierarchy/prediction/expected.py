@@ -3,21 +3,19 @@
     python experiments/4_hierarchy/prediction/expected.py
 
 Reads every prediction.json and measured.json here. Of each model half of the sets, drawn by SEED, are held out; the
-other half gives the lines and their widths. Writes expected.json beside this file.
+other half gives the lines and their widths.
 """
 
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from lyapunov_prune.results.files import write_whole
-
 HERE = Path(__file__).parent
-TARGET = HERE / "expected.json"
 SEED, SHARE, STEPS = 0, 0.9, 32
 MEASURES = {"perplexity": "log_ratio", "first_difference": "later"}
 
@@ -37,7 +35,8 @@ class Line:
     covered: float
 
 
-def main() -> None:
+def found() -> dict[str, Any]:
+    """The lines, how many sets gave them, and the shares of others that they hold."""
     sets = measured()
     models = list(dict.fromkeys(sets.model))
     out = drawn_out(sets)
@@ -47,7 +46,7 @@ def main() -> None:
     for model in models if len(models) > 1 else ():  # a model that the table has not seen
         seen, unseen = fitting[fitting.model != model], sets[sets.model == model]
         other[model] = {name: fitted(seen, unseen, of).covered for name, of in MEASURES.items()}
-    content = {
+    return {
         "models": models,
         "fitted": len(fitting),
         "held_out": len(held_out),
@@ -59,8 +58,6 @@ def main() -> None:
         **{name: {k: round(v, 4) for k, v in vars(line).items()} for name, line in lines.items()},
         "unseen_model": {m: {k: round(v, 4) for k, v in each.items()} for m, each in other.items()},
     }
-    write_whole(TARGET, json.dumps(content, indent=1) + "\n")
-    print(json.dumps(content, indent=1))
 
 
 def measured(here: Path = HERE) -> pd.DataFrame:
@@ -100,4 +97,4 @@ def fitted(fitting: pd.DataFrame, held_out: pd.DataFrame, of: str) -> Line:
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(found(), indent=1))
