@@ -238,7 +238,7 @@ FAULTS = (
         each(DOWN, _by_group(lambda w: w.view(*w.shape[:2], 2, 16).mT.reshape(w.shape))),
         ALL,
     ),
-    Fault("signs lost", ("sign",), each(DOWN, torch.abs), ALL),
+    Fault("signs lost", ("codes",), each(DOWN, torch.abs), ALL),
     Fault("noise of 0.4", ("differs",), each(DOWN, lambda W: W + 0.4 * W.std() * torch.randn_like(W)), ALL),
     Fault(
         "rope_theta",

@@ -13,6 +13,8 @@ _SAMPLED = 2048  # blocks from which the step of rounding is read
 _SPARSE = 0.25  # share of zeros in a matrix from which on they are taken as pruned
 _NUMBERS = 16  # in a row or column from which on it is compared with others
 _PRUNED = 1.5  # error of a row or column of a pruned matrix from which on it is told
+_CUT = 0.4  # of a row or column, which cutting off its largest numbers may take
+_TURNED = 3.0  # factor of the numbers that pruning left, from which on they are not W's
 _AT_ONCE = 2**22  # numbers
 FLOOR = 0.004  # relative error of a cast to bfloat16, twice over
 
@@ -25,7 +27,7 @@ class Compared:
     what that of W does, and `cosine` ⟨V, W⟩ / ‖V‖‖W‖. `rows` and `columns` hold the errors by row and column, relative
     to their norm, or to a tenth of the mean norm if that is more; `row_gains` and `column_gains` are ⟨v, w⟩ / ‖w‖².
     `blocks` lists (row, block) of blocks of 32 numbers whose error is far beyond that of others. `row_off`,
-    `column_off` and `block_off` are squares of errors, `size` is ‖W‖, and `projected` ⟨V, W − V⟩ / ‖V − W‖², 0 for a
+    `column_off` and `block_off` are squares of errors, `size` is ‖W‖, and `projected` ⟨V, W − V⟩ / ‖V‖‖W − V‖, 0 for a
     projection. `bad` counts numbers that are not finite, and `sparse` says whether V was pruned.
     """
 
@@ -70,35 +72,32 @@ class Compared:
 
     @property
     def far_rows(self) -> np.ndarray:
-        return _far(self.rows, self.row_off, self.row_gains, self.allowed, self.shape, len(self.columns), self.sparse)
+        return _far(self, self.rows, self.row_off, self.row_gains, len(self.columns))
 
     @property
     def far_columns(self) -> np.ndarray:
-        return _far(
-            self.columns, self.column_off, self.column_gains, self.allowed, self.shape, len(self.rows), self.sparse
-        )
+        return _far(self, self.columns, self.column_off, self.column_gains, len(self.rows))
+
+    @property
+    def turned(self) -> bool:
+        """Whether the numbers that pruning left are not those of W at all."""
+        return self.sparse and not 1 / _TURNED < float(np.median(self.row_gains)) < _TURNED
 
 
-def _far(
-    errors: np.ndarray,
-    squares: np.ndarray,
-    gains: np.ndarray,
-    allowed: float,
-    shape: tuple[int, ...],
-    numbers: int,
-    sparse: bool,
-) -> np.ndarray:
+def _far(found: Compared, errors: np.ndarray, squares: np.ndarray, gains: np.ndarray, numbers: int) -> np.ndarray:
     """The numbers of rows or columns that are off by far more than others: by size, or by a factor."""
-    if len(shape) < 2 or len(errors) < 4 or numbers < _NUMBERS:
+    if len(found.shape) < 2 or len(errors) < 4 or numbers < _NUMBERS:
         return np.zeros(0, int)
     usual = float(np.median(errors))
     ordinary = float(np.median(squares))  # small numbers beside large ones are rounded as coarsely
     typical = float(np.median(gains))
     spread = float(np.median(np.abs(gains - typical)))
-    if sparse:  # what a method makes up for in the numbers that are left is no fault
-        return np.flatnonzero(errors > _PRUNED)
-    off = (errors > np.maximum(4 * usual, max(allowed, 0.05))) & (squares > 4 * ordinary)
-    turned = (np.abs(gains - typical) > max(12 * spread, 0.12)) & (errors > max(1.5 * usual, FLOOR))
+    if found.sparse:  # what is made up for in the numbers that are left is no fault, nor is a small row that is gone
+        gone = (gains == 0) & (squares > 0.5 * found.size**2 / len(squares))
+        return np.flatnonzero((errors > _PRUNED) | gone)
+    off = (errors > np.maximum(4 * usual, max(found.allowed, 0.05))) & (squares > 4 * ordinary)
+    ahead = gains - typical  # numbers cut off at the ends of their integers, as AWQ does, are some less
+    turned = ((ahead > max(12 * spread, 0.12)) | (-ahead > max(12 * spread, _CUT))) & (errors > max(1.5 * usual, FLOOR))
     return np.flatnonzero(off | (turned & (squares > 3 * ordinary)))
 
 
@@ -113,7 +112,8 @@ def compare(dense: torch.Tensor, file: torch.Tensor) -> Compared:
     errors: list[np.ndarray] = []
     bad, pruned = 0, 0.0
     step = max(1, _AT_ONCE // n)
-    sparse = _is_sparse(V)
+    filled = V.any(1)
+    sparse = _is_sparse(V[filled] if bool(filled.any()) else V)
     for start in range(0, m, step):
         w, v = W[start : start + step], V[start : start + step]
         finite = v.isfinite()
@@ -121,8 +121,9 @@ def compare(dense: torch.Tensor, file: torch.Tensor) -> Compared:
             bad += int((~finite).sum())
             v = v.where(finite, torch.zeros(()))
         if sparse:  # rows and columns are compared where they were not pruned
-            pruned += float(w.where(v == 0, torch.zeros(())).square().sum(dtype=torch.float64))
-            w = w.where(v != 0, torch.zeros(()))
+            kept = (v != 0) | ~filled[start : start + step, None]
+            pruned += float(w.where(~kept, torch.zeros(())).square().sum(dtype=torch.float64))
+            w = w.where(kept, torch.zeros(()))
         d = v - w
         squares = d.square()
         parts = (w.square(), v.square(), v * w, squares)
@@ -150,7 +151,7 @@ def compare(dense: torch.Tensor, file: torch.Tensor) -> Compared:
         stored=stored_error(W, V),
         dense_stored=stored_error(V, W),
         cosine=float(vw.sum()) / (size * norm),
-        projected=float((vw - vv).sum()) / max(total, 1e-30),
+        projected=float((vw - vv).sum()) / max(norm * total**0.5, 1e-30),
         rows=_relative(dd, ww),
         columns=_relative(by_column[3], by_column[0]),
         row_gains=vw / np.maximum(ww, 1e-30),

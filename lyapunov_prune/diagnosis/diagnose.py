@@ -21,6 +21,7 @@ from lyapunov_prune.results.wording import runs
 
 # An error of this size that nothing explains is told; a smaller one only of few tensors that are far from their peers.
 _UNRELATED, _ODD, _FAR, _FEW = 0.5, 0.15, 3.0, 0.1
+_HALF, _WHOLE = 0.4, 0.8  # errors that are told though the peers are as far off, and all matrices
 _RESTORED = 6  # findings that are put right one at a time
 _SEARCHED = 64  # tensors on which the tests of `HEAVY` are tried
 
@@ -60,27 +61,35 @@ def diagnose(
     if batch is None or dense.stream is not None or dense.packed or file.packed:
         found += [(_setting(said, None), ()) for said in settings.values()]
     else:
-        found = _measured(sides, read(dense, batch), found, settings)
+        found = _measured(sides, read(dense, batch), compared, found, settings)
     size = dense.structure.config.vocab_size
-    findings = [finding for finding, _ in found] + [*tokenizer_faults(dense.tokenizer, file.tokenizer, size)]
+    findings = [finding for finding, _ in found] + [*tokenizer_faults(sides, size)]
     return Diagnosis(model_name(file.model), tuple(findings), *_storage(sides, compared))
 
 
 def _measured(
-    sides: Sides, reading: Reading, found: Sequence[tuple[Finding, tuple[TensorPlace, ...]]], settings: dict[str, str]
+    sides: Sides,
+    reading: Reading,
+    compared: dict[TensorPlace, Compared],
+    found: Sequence[tuple[Finding, tuple[TensorPlace, ...]]],
+    settings: dict[str, str],
 ) -> list[tuple[Finding, tuple[TensorPlace, ...]]]:
-    """The findings with the share of the error that each explains, the largest first, and the settings that matter."""
+    """The findings with the share of the error that each explains, the largest first, and the settings that matter.
+
+    Changes that make up for each other are no faults: scales that moved from a norm into the next matrices, rotations.
+    """
     if not found and not settings:
         return []
-    restored = Restored(sides, reading)
+    restored = Restored(sides, reading, compared)
+    if restored.made_up_for([places for _, places in found]):
+        found = [(finding, places) for finding, places in found if not places]
     result: list[tuple[Finding, tuple[TensorPlace, ...]]] = []
     for finding, places in found[:_RESTORED]:
         with restored.put_right(places):
             share = restored.share(restored.of(sides.file.model)) if places else None
         result.append((replace(finding, share=share), places))
     for name, said in settings.items():
-        model = with_setting(sides, name)
-        kl = None if model is None else restored.of(model)
+        kl = with_setting(sides, name, restored.of)
         if kl is None or kl != restored.kl or LATER.search(name):
             result.append((_setting(said, None if kl is None else restored.share(kl), seen=kl != restored.kl), ()))
     order = sorted(result, key=lambda each: -(each[0].share or 0.0))
@@ -129,6 +138,7 @@ def _faults(sides: Sides, places: dict[TensorPlace, Compared]) -> list[_Told]:
     told: list[_Told] = []
     searched = 0
     usual = _usual(places)
+    typical = float(np.median([found.error for found in places.values() if len(found.shape) > 1] or [0.0]))
     suspects = [place for place, found in places.items() if found.bad or _is_off(found)]
     for place in sides.by_layer(suspects):
         found = places[place]
@@ -138,14 +148,15 @@ def _faults(sides: Sides, places: dict[TensorPlace, Compared]) -> list[_Told]:
             )
             continue
         case = _case(sides, place, found)
-        heavy = searched < _SEARCHED and (
-            found.cosine < 0.9 or not case.whole or found.excess > max(1.0, _FAR * usual[place])
+        heavy = case.vector or (
+            searched < _SEARCHED
+            and (found.cosine < 0.9 or not case.whole or found.excess > max(1.0, _FAR * usual[place]))
         )
         match = next(filter(None, (test(case) for test in FAULTS if heavy or test not in HEAVY)), None)
-        searched += heavy
+        searched += heavy and not case.vector
         if match is not None:
             told.append(_matched(case, match))
-        elif _odd(case, usual[place]):
+        elif _odd(case, usual[place], typical):
             told.append(
                 _Told(
                     place,
@@ -175,11 +186,11 @@ def _usual(places: dict[TensorPlace, Compared]) -> dict[TensorPlace, float]:
 
 def _fitting(found: Compared) -> list[tuple[float, float, dict[str, np.ndarray]]]:
     """The parts of the matrix outside of which it is honest."""
-    return [part for part in found.parts() if 0 < part[0] < 0.75 and part[1] <= found.allowed]
+    return [part for part in found.parts() if 0 < part[0] < 0.75 and part[1] <= found.allowed and not found.turned]
 
 
 def _is_off(found: Compared) -> bool:
-    return found.excess > 1 or bool(_fitting(found))
+    return found.excess > 1 or found.turned or bool(_fitting(found))
 
 
 def _case(sides: Sides, place: TensorPlace, found: Compared) -> Case:
@@ -192,16 +203,21 @@ def _case(sides: Sides, place: TensorPlace, found: Compared) -> Case:
     return Case(sides, place, found, part_of(W, **chosen), part_of(V, **chosen), **chosen)
 
 
-def _odd(case: Case, usual: float) -> bool:
-    """Whether an error that no fault explains is told: a matrix that is unrelated, or one far from its peers."""
+def _odd(case: Case, usual: float, typical: float) -> bool:
+    """Whether an error that no fault explains is told: a matrix that is unrelated, or one far from its peers.
+
+    `usual` is the excess of its peers, `typical` the error of all matrices.
+    """
     found = case.found
     if case.whole:
         if found.cosine < 0.5:
             return True
-        far = found.error > _ODD and found.excess > max(1.0, _FAR * usual)
-        return far and abs(found.projected) > 0.1  # zero for a projection, such as pruning or low rank
+        far = found.error > max(_ODD, 1.5 * typical) and found.excess > max(1.0, _FAR * usual)
+        role = found.error > max(_HALF, _FAR * typical) and found.excess > 1  # its peers are as far as it
+        size = found.error > _WHOLE and found.excess > 1
+        return (far or role or size) and abs(found.projected) > 0.1  # zero for a projection, as pruning or low rank
     usual_error = float(np.median(found.rows if case.columns is None else found.columns))
-    return case.error > max(_UNRELATED, 5 * usual_error)
+    return case.error > max(_UNRELATED if case.blocks is None else _WHOLE, 5 * usual_error)
 
 
 def _matched(case: Case, match: Match) -> _Told:
@@ -237,7 +253,7 @@ def _grouped(sides: Sides, told: Sequence[_Told]) -> Iterator[tuple[Finding, tup
     """One finding for all tensors that share a fault, and the tensors."""
     groups: dict[tuple[str, str, str, tuple[str, ...]], list[_Told]] = {}
     for each in told:
-        phrase = "" if each.kind == "differs" else each.phrase
+        phrase = "" if each.kind in ("differs", "non-finite", "number") else each.phrase
         groups.setdefault((each.kind, phrase, each.where, each.group), []).append(each)
     for (kind, _, where, _), members in sorted(groups.items(), key=lambda item: -sum(each.error for each in item[1])):
         names = tuple(dict.fromkeys(sides.told(each.place) for each in members))
@@ -256,7 +272,8 @@ _PLURAL = {"is": "are", "has": "have", "holds": "hold", "differs": "differ"}
 
 
 def _conjugated(phrase: str, *, several: bool) -> str:
-    return phrase.format(**{verb: plural if several else verb for verb, plural in _PLURAL.items()})
+    said = phrase.format(**{verb: plural if several else verb for verb, plural in _PLURAL.items()})
+    return said.replace(" its ", " their ") if several else said
 
 
 def _moved(sides: Sides, told: Sequence[_Told]) -> list[_Told]:

@@ -7,6 +7,7 @@ but by chance, and none was seen (docs/diagnosis.md).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,9 +16,13 @@ import torch
 
 from lyapunov_prune.diagnosis.compared import BLOCK, Compared
 from lyapunov_prune.diagnosis.sides import Sides, TensorPlace, read, tensor_of
+from lyapunov_prune.models.roles import role
 
 _SAMPLED = 256  # rows that are looked for elsewhere
 _LENGTH = 4096  # numbers of a row by which it is looked for
+_RANK = 64  # the most of an adapter
+_BINS = 256
+_ALONG = 0.75  # cosine of rows from which on one is the other but for scales; unrelated ones have 0.4 at most
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,11 @@ class Case:
         return self.left(self.W)
 
     @property
+    def allowed(self) -> float:
+        """The most that honest storage does to this part."""
+        return self.found.allowed if self.whole else max(self.found.allowed, 1.6 * float(np.median(self.found.rows)))
+
+    @property
     def vector(self) -> bool:
         return len(self.found.shape) < 2
 
@@ -72,9 +82,12 @@ class Case:
         return float((self.V - X).norm()) / self.size
 
     def fits(self, left: float, scale: float = 1.0) -> bool:
-        """Whether so little is left that storage explains it, or a quarter of the error: both at most half of it."""
-        allowed = max(self.found.allowed, 1.6 * float(np.median(self.found.rows)) if not self.whole else 0.0) * scale
-        return left <= 0.5 * self.error and left <= max(allowed, 0.2 * self.error)
+        """Whether so little is left that storage explains it, or a quarter of the error: both at most half of it.
+
+        A change that leaves half of V itself explains nothing: that V is small.
+        """
+        known = min(self.error, float(self.V.norm()) / self.size)
+        return left <= 0.5 * known and left <= max(self.allowed * scale, 0.2 * self.error)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """The part of another matrix of this shape that lies where this case does."""
@@ -99,21 +112,42 @@ def part_of(
 
 
 def constant(case: Case) -> Match | None:
-    """A matrix, rows or blocks hold one value, which may be zero, where the dense ones differ.
+    """A matrix, rows or blocks hold one value, which may be zero, or one row again and again; the dense ones differ.
 
-    Statistic: the range of V, 0 for each row. Threshold: 1e-6 of its largest number. Honest storage gives a block
-    one value only if all are below half of its step.
+    Statistic: the range of V, 0 for nine rows or blocks in ten, as a run begins inside one; for rows that are alike
+    their distance from the mean row. Threshold: 1e-6 of the largest number, and 5 % of ‖V‖. Honest storage gives a
+    block one value only if all are below half of its step.
     """
     V = case.V.T if case.vector else case.V
     if V.shape[1] < 2 or float(case.W.std()) <= 1e-6 * float(case.W.abs().max()):
         return None
-    low, high = V.amin(1), V.amax(1)
-    if bool((high - low > 1e-6 * V.abs().amax(1)).any()):
-        return None
-    if not bool(V.any()):
+    largest = V.abs().amax(1)
+    still = V.amax(1) - V.amin(1) <= 1e-6 * largest
+    if float(still.float().mean()) < 0.9:
+        alike = len(V) > 2 and float((V - V.mean(0)).norm()) < 0.05 * float(V.norm())
+        return Match("constant", "{is} all alike", 1.0) if alike and not case.vector and case.rows is not None else None
+    V, largest = V[still], largest[still]
+    if not bool(largest.any()):
         return Match("zero", "{is} zero", 1.0)
-    same = float(high.max() - low.min()) <= 1e-6 * float(V.abs().max())
-    return Match("constant", f"{{holds}} one constant, {float(high[0]):.4g}" if same else "{holds} constants", 1.0)
+    same = float(V.max() - V.min()) <= 1e-6 * float(largest.max())
+    return Match("constant", f"{{holds}} one constant, {float(V.max()):.4g}" if same else "{holds} constants", 1.0)
+
+
+def one_number(case: Case) -> Match | None:
+    """One number of the vector, row or block is another: a bit that flipped, or an integer that overflowed.
+
+    Statistic: the share of ‖V − W‖² in one number, the least of all blocks. Threshold: 0.95, of 16 numbers at least,
+    and a change of twice the typical number.
+    """
+    W, V = (tensor.T if case.vector else tensor for tensor in (case.W, case.V))
+    D = (V - W).square()
+    most = D.max(1)
+    share = float((most.values / D.sum(1).clamp_min(1e-30)).min())
+    row = int(most.values.argmax())
+    if D.shape[1] < 16 or case.columns is not None or share < 0.95 or D.max() < 4 * case.size**2 / W.numel():
+        return None
+    v, w = (float(each[row, most.indices[row]]) for each in (V, W))
+    return Match("number", f"{{holds}} a number that is another, {v:.3g} where DENSE has {w:.3g}", 0.0)
 
 
 def shift(case: Case) -> Match | None:
@@ -128,7 +162,7 @@ def shift(case: Case) -> Match | None:
         return None
     if (by_group := zero_points(case)) is not None and by_group.left < 0.92 * left:
         return by_group
-    c = round(c) if abs(c - round(c)) < 5e-3 and round(c) else c
+    c = float(round(c)) if abs(c - round(c)) < 5e-3 and round(c) else c
     return case.match("shift", f"{{is}} that of DENSE {'plus' if c > 0 else 'minus'} {abs(c):.3f}", case.W + c)
 
 
@@ -137,12 +171,13 @@ def scale(case: Case) -> Match | None:
 
     Statistic: what cW with c = ⟨V, W⟩ / ‖W‖² leaves of V. Threshold: `Case.fits`, and |c − 1| above 3 %.
     """
-    c = float((case.V * case.W).sum(dtype=torch.float64)) / case.size**2
-    if abs(c - 1) < 0.03 or not case.fits(case.left(c * case.W), max(1.0, abs(c))):
+    factor, left = _factors(case, case.W, case.V, (0, 1))
+    c = float(factor)
+    if left is None or abs(c - 1) < 0.03:
         return None
     if abs(c + 1) < 0.05:
-        return case.match("sign", "{has} the sign of every number inverted", -case.W)
-    return case.match("scale", f"{{is}} that of DENSE times {c:.3g}", c * case.W)
+        return Match("sign", "{has} the sign of every number inverted", left)
+    return Match("scale", f"{{is}} that of DENSE times {c:.2g}", left)
 
 
 def row_scales(case: Case) -> Match | None:
@@ -152,25 +187,51 @@ def row_scales(case: Case) -> Match | None:
     numbers a factor.
     """
     for axis, what in (1, "row"), (0, "column"):
-        if case.W.shape[axis] < 16 or case.vector:
-            continue
-        c = (case.V * case.W).sum(axis, keepdim=True) / case.W.square().sum(axis, keepdim=True).clamp_min(1e-30)
-        if case.fits(case.left(c * case.W), max(1.0, float(c.abs().median()))):
+        c, left = _factors(case, case.W, case.V, axis)
+        if left is not None and case.W.shape[axis] >= 16 and not case.vector:
             if bool((c.abs().sub(1).abs() < 0.1).all()):
-                return case.match("sign", f"{{has}} the sign of some {what}s inverted", c * case.W)
-            return case.match("scale", f"{{has}} each {what} times a factor of its own", c * case.W)
+                return Match("sign", f"{{has}} the sign of some {what}s inverted", left)
+            return Match("scale", f"{{has}} each {what} times a factor of its own", left)
     return None
 
 
-def transposed(case: Case) -> Match | None:
-    """The matrix is stored as its transpose: square, or its numbers read in the other order.
+def _factors(
+    case: Case, w: torch.Tensor, v: torch.Tensor, axis: int | tuple[int, int]
+) -> tuple[torch.Tensor, float | None]:
+    """The best factors of w along an axis, and what they leave; None if they do not fit."""
+    c = (v * w).sum(axis, keepdim=True) / w.square().sum(axis, keepdim=True).clamp_min(1e-30)
+    left = float((v - c * w).norm()) / case.size
+    return c, left if case.fits(left, max(1.0, float(c.abs().median()))) else None
 
-    Statistic: what Wᵀ leaves. Threshold: `Case.fits`.
+
+def transposed(case: Case) -> Match | None:
+    """The matrix is stored as its transpose, or as parts of its rows one after the other: joined at the wrong axis.
+
+    Statistic: what Wᵀ leaves, and the same of k parts, k = 2, 4 and 8. Threshold: `Case.fits`.
     """
     if not case.whole or case.vector or min(case.W.shape) < 2:
         return None
-    X = case.W.T.reshape(case.W.shape)
-    return case.match("transposed", "{is} transposed", X) if case.fits(case.left(X)) else None
+    m, n = case.W.shape
+    if case.fits(case.left(X := case.W.T.reshape(m, n))):
+        return case.match("transposed", "{is} transposed", X)
+    for k in (k for k in (2, 4, 8) if n % k == 0):
+        if case.fits(case.left(X := case.W.view(m, k, -1).transpose(0, 1).reshape(m, n))):
+            return case.match("transposed", f"{{holds}} its {k} parts joined at the wrong axis", X)
+    return None
+
+
+def other_type(case: Case) -> Match | None:
+    """The bits of numbers were read as another type: bfloat16 as float16, or the other way round.
+
+    Statistic: what the dense numbers read so leave of V. Threshold: `Case.fits`.
+    """
+    for said, X in (
+        ("bfloat16 read as float16", case.W.bfloat16().view(torch.float16)),
+        ("float16 read as bfloat16", case.W.half().view(torch.bfloat16)),
+    ):
+        if case.fits(case.left(X.float())):
+            return case.match("type", f"{{holds}} bytes of {said}", X.float())
+    return None
 
 
 def other_tensor(case: Case) -> Match | None:
@@ -228,79 +289,86 @@ def _permuted(case: Case, axis: int) -> Match | None:
     some = np.arange(len(W)) if numbers is None else numbers
     some = some[np.unique(np.linspace(0, len(some) - 1, _SAMPLED).astype(int))]
     cut = slice(None, None, max(1, W.shape[1] // _LENGTH))
-    w, v = W[:, cut], V[some][:, cut]
+    every = [W, *(_siblings(case) if axis == 0 and case.whole else ())]
+    w, v = torch.cat([each[:, cut] for each in every]), V[some][:, cut]
     cosines = (v / v.norm(dim=1, keepdim=True).clamp_min(1e-30)) @ (w / w.norm(dim=1, keepdim=True).clamp_min(1e-30)).T
     where = cosines.argmax(1)
-    given, wanted = v - w[where], v - w[torch.from_numpy(some)]
-    before, after = (
-        float(wanted.norm()) / max(float(v.norm()), 1e-30),
-        float(given.norm()) / max(float(v.norm()), 1e-30),
-    )
-    allowed = max(case.found.allowed, 0.2 * before)
-    if not (after <= 0.5 * before and after <= allowed and before > 0.3):
-        return None
+    before, after = (float((v - w[at]).norm()) / max(float(v.norm()), 1e-30) for at in (torch.from_numpy(some), where))
     order = where.numpy()
     moved = order != some
-    if not moved.any():
+    # Rows whose scales stayed behind are no copies: their directions tell.
+    turned = float((cosines.amax(1) > _ALONG).float().mean()) > 0.95 and float(moved.mean()) > 0.5
+    if (
+        not moved.any()
+        or before <= 0.3
+        or not (turned or (after <= 0.5 * before and after <= max(case.found.allowed, 0.2 * before)))
+    ):
         return None
-    return Match("permuted", _order(case, some[moved], order[moved], len(W), what), after)
+    if order.max() >= len(W):
+        said = "{holds} rows of its neighbours in the layer too, as a fused matrix that was split in another order"
+        return Match("permuted", said, 0.0)
+    left = min(after, 0.2 * before)  # what is left of directions is the scales'
+    if len(some) > 2 and len(np.unique(order)) <= 0.8 * len(order):
+        return Match("repeated", f"{{holds}} some of its {what} twice, in place of others", left)
+    return Match("permuted", _order(case, some[moved], order[moved], len(W), what), left)
 
 
 def _permuted_vector(case: Case) -> Match | None:
-    """A vector in another order: each known order is tried, and then any, by the sorted numbers."""
+    """A vector in another order, by its sorted numbers."""
     if not case.whole or len(case.W) < 4 or case.error < 0.02:
         return None
-    W, V = case.W[:, 0], case.V[:, 0]
-    n = len(W)
-    numbers = torch.arange(n)
-    orders = [("{is} reversed", numbers.flip(0))]
-    spectrum = torch.fft.ifft(torch.fft.fft(V).conj() * torch.fft.fft(W)).real
-    k = int(spectrum.argmax())
-    orders.append((f"{{is}} shifted by {min(k, n - k)}", (numbers + k) % n))
-    if (size := head_size(case)) and n % size == 0:
-        for pair in (2, size // 2), (size // 2, 2):
-            orders.append((_ROTARY.format("rows"), numbers.view(-1, *pair).transpose(1, 2).reshape(-1)))
-    for phrase, order in orders:
-        if case.fits(left := case.left(W[order][:, None])):
-            return Match("permuted", phrase, left)
-    left = float((V.sort().values - W.sort().values).norm()) / case.size
+    left = float((case.V.sort(0).values - case.W.sort(0).values).norm()) / case.size
     return Match("permuted", "{has} its numbers in another order", left) if left < min(2e-3, 0.1 * case.error) else None
 
 
-_ROTARY = "{{has}} {} permuted as by the other rotary layout"
+def _siblings(case: Case) -> Iterator[torch.Tensor]:
+    """The other dense matrices of this width in this layer."""
+    sides, own = case.sides, case.sides.dense_name(case.place)
+    for shape, names in sides.alike.items():
+        if len(shape) == 2 and shape[1] == case.W.shape[1] and case.place.own is not None:
+            for name in names:
+                if name != own and sides.dense.structure.layer_of(name) == case.place.own:
+                    yield read(sides.dense, name)
 
 
 def _order(case: Case, at: np.ndarray, order: np.ndarray, count: int, what: str) -> str:
     """The phrase for rows or columns `at` that are the dense ones `order`."""
     ahead = (order - at) % count
-    size = head_size(case)
-    if size and count % size == 0 and count > size:
-        inside, before = at % size, at - at % size
-        halves = before + (inside % 2) * (size // 2) + inside // 2
-        pairs = before + (inside % (size // 2)) * 2 + inside // (size // 2)
-        if np.mean(halves == order) > 0.95 or np.mean(pairs == order) > 0.95:
-            return _ROTARY.format(what)
-        if np.mean(order % size == inside) > 0.95 and _blocks_move(at // size, order // size):
-            heads = sorted(set((at // size).tolist()))
-            named = f"heads {_listed(heads)}" if len(heads) < 9 else "heads"
-            return f"{{has}} {named} in another order"
+    if len(at) == 1:
+        return f"{{is}} {what[:-1]} {order[0]} of DENSE"
     if len(at) == 2 and set(at) == set(order):
         return f"{{has}} {what} {at.min()} and {at.max()} exchanged"
+    size = head_size(case)
+    layouts = (
+        (size, f"{{has}} {what} permuted as by the other rotary layout"),
+        (BLOCK, f"{{has}} {what} of each block of {BLOCK} in the order of the other packing of 4 bits"),
+        (count, f"{{has}} its {what} interleaved, as two matrices that were stacked, or the other way round"),
+    )
+    for unit, said in layouts:
+        if unit and count % unit == 0 and (unit < count or unit != size):
+            inside, half = at % unit, unit // 2
+            if any(
+                np.mean(at - inside + inner == order) > 0.95
+                for inner in ((inside % 2) * half + inside // 2, (inside % half) * 2 + inside // half)
+            ):
+                return said
     if np.mean(ahead == np.bincount(ahead).argmax()) > 0.9:
         by = int(np.bincount(ahead).argmax())
         if 2 * by == count:
             return f"{{has}} the two halves of its {what} exchanged"
         return f"{{has}} its {what} shifted by {by if by <= count // 2 else count - by}"
-    if np.mean(order == count - 1 - at) > 0.9:
-        return f"{{has}} its {what} in reverse"
     if np.mean(order == (at ^ 1)) > 0.9:
         return f"{{has}} neighbouring {what} exchanged"
-    inside, before = at % BLOCK, at - at % BLOCK
-    half = BLOCK // 2
-    for layout in before + (inside % 2) * half + inside // 2, before + (inside % half) * 2 + inside // half:
-        if np.mean(layout == order) > 0.95:
-            return f"{{has}} {what} of each block of {BLOCK} in the order of the other packing of 4 bits"
+    for unit in (count // k for k in range(2, count // 2) if count % k == 0):
+        if np.mean(order % unit == at % unit) > 0.95 and _blocks_move(at // unit, order // unit):
+            numbers = sorted(set((at // unit).tolist()))
+            units = "heads" if unit == size and not _in_mlp(case.place) else f"blocks of {unit} {what}"
+            return f"{{has}} {units}{f' {_listed(numbers)}' if len(numbers) < 9 else ''} in another order"
     return f"{{has}} its {what} permuted"
+
+
+def _in_mlp(place: TensorPlace) -> bool:
+    return role(place.name.removesuffix(".weight")).startswith("mlp")
 
 
 def _blocks_move(a: np.ndarray, b: np.ndarray) -> bool:
@@ -343,18 +411,10 @@ def block_scales(case: Case) -> Match | None:
     made = _by_block(case)
     if made is None:
         return None
-    w, v = made
-    c = (v * w).sum(-1, keepdim=True) / w.square().sum(-1, keepdim=True).clamp_min(1e-30)
-    left = float((v - c * w).norm()) / case.size
-    if not case.fits(left, max(1.0, float(c.abs().median()))):
+    _, left = _factors(case, *made, -1)
+    if left is None:
         return None
-    size = w.abs().amax(-1)
-    neighbour = max(
-        (float(torch.corrcoef(torch.stack([(size.roll(k, 1) / size).ravel(), c.ravel()]))[0, 1]) for k in (1, -1)),
-        default=0.0,
-    )
-    by = ", those of the neighbouring block" if neighbour > 0.8 else ""
-    return Match("block scale", f"{{has}} blocks of {BLOCK} numbers with wrong scales{by}", left)
+    return Match("block scale", f"{{has}} blocks of {BLOCK} numbers with wrong scales", left)
 
 
 def _by_block(case: Case) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -371,19 +431,87 @@ def clipped(case: Case) -> Match | None:
     """
     low, high = float(case.V.min()), float(case.V.max())
     X = case.W.clamp(low, high) if low < high else case.W
-    if float((X != case.W).float().mean()) < 1e-3 or not case.fits(case.left(X)):
+    if not 1e-3 <= float((X != case.W).float().mean()) < 0.5 or not case.fits(case.left(X)):  # ternary: more
         return None
     return case.match("saturated", f"{{is}} cut off at {low:.3g} and {high:.3g}", X)
 
 
-def unsigned(case: Case) -> Match | None:
-    """The sign of the numbers was lost, as if signed integers were read without sign.
-
-    Statistic: what |W| leaves. Threshold: `Case.fits`.
-    """
-    X = case.W.abs()
-    return case.match("sign", "{has} lost the signs of its numbers", X) if case.fits(case.left(X)) else None
-
-
 def _listed(numbers: list[int]) -> str:
     return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+
+
+def code_table(case: Case) -> Match | None:
+    """Each number is a function of the dense one by the scale of its block: integers of 4 bits read by another table,
+    without their sign, or wrapped around.
+
+    Statistic: what the means of V in 256 bins of W leave, both by the largest |W| of 32 or 128 numbers or a row.
+    Threshold: `Case.fits`, with 16 numbers a bin, and much of the error in the means of V − W in 16 bins, as rounding
+    is a function too.
+    """
+    if case.vector or not case.whole or case.W.numel() < 16 * _BINS:
+        return None
+    for size in (BLOCK, 4 * BLOCK, case.W.shape[1]):
+        if case.W.shape[1] % size == 0:
+            w, v = (tensor.reshape(-1, size) for tensor in (case.W, case.V))
+            top = w.abs().amax(1, keepdim=True).clamp_min(1e-30)
+            X, smooth = (w + top * _means((v - w) / top, w / top, count) for count in (_BINS, 16))
+            if case.fits(case.left(X.view_as(case.W))) and case.left(smooth.view_as(case.W)) < 0.8 * case.error:
+                said = "{has} its integers read by another table of values, or by another sign"
+                return case.match("codes", said, X.view_as(case.W))
+    return None
+
+
+def _means(d: torch.Tensor, at: torch.Tensor, count: int) -> torch.Tensor:
+    """For each number its mean in the bin that `at`, from −1 to 1, is in."""
+    bins = ((at + 1) * (count / 2 - 1e-3)).long()
+    sums = torch.zeros(count).index_add_(0, bins.ravel(), d.ravel())
+    return (sums / bins.ravel().bincount(minlength=count).clamp_min(1))[bins]
+
+
+def rotated(case: Case) -> Match | None:
+    """The matrix was multiplied by an orthogonal one from one side: a rotation (Hadamard) whose inverse is missing.
+
+    Statistic: the correlation between the products of 256 rows with each other in W and in V, or of columns. Threshold:
+    0.5 where both are of one size; that of unrelated matrices is within 0.1 of 0.
+    """
+    size = float(case.V.norm()) / case.size
+    if not case.whole or case.vector or case.found.cosine > 0.5 or min(case.W.shape) < BLOCK or not 0.8 < size < 1.25:
+        return None
+    for axis, what in enumerate(("columns", "rows")):
+        X = torch.stack([case.W, case.V]).transpose(1, 1 + axis)
+        X = X[:, torch.linspace(0, X.shape[1] - 1, min(_SAMPLED, X.shape[1])).long()]
+        products = (X @ X.mT)[:, *torch.triu_indices(X.shape[1], X.shape[1], 1)]
+        if float(torch.corrcoef(products)[0, 1]) > 0.5:
+            return Match("rotated", f"{{has}} its {what} rotated: their lengths and angles are those of DENSE", 0.0)
+    return None
+
+
+def initialised(case: Case) -> Match | None:
+    """The numbers are random, as a new model has them: the tensor was not in the checkpoint.
+
+    Statistic: the cosine of V and W, and the standard deviation of V by that of the config. Thresholds: 0.1, and 5 %.
+    """
+    std = getattr(case.sides.file.structure.config, "initializer_range", None)
+    cosine = float((case.V * case.W).sum()) / max(float(case.V.norm()) * case.size, 1e-30)
+    if case.vector or not std or abs(cosine) > 0.1 or abs(float(case.V.std()) / std - 1) > 0.05:
+        return None
+    return Match("initialised", f"{{holds}} random numbers of the standard deviation of new models, {std:.2g}", 0.0)
+
+
+def low_rank(case: Case) -> Match | None:
+    """An adapter was merged with a scale far too large, or stands alone, without the matrix that it belongs to.
+
+    Statistic: the share of ‖V − W‖² or ‖V‖² in its 64 largest singular values (an eighth of them at most). Threshold:
+    0.9, where the error is above 0.8 of ‖W‖. A truncated decomposition of W is no fault: it has a cosine above 0.5.
+    """
+    rank = min(_RANK, min(case.W.shape) // 8)
+    if not case.whole or rank < 2 or case.error < 0.8 or case.found.cosine > 0.5:
+        return None
+    for D, said in (
+        (case.V - case.W, "{is} that of DENSE plus a matrix of low rank that is as large"),
+        (case.V, "{is} a matrix of low rank alone"),
+    ):
+        kept = torch.svd_lowrank(D, rank + 4, niter=2)[1][:rank].norm()
+        if float(kept) ** 2 > 0.9 * float(D.norm()) ** 2:
+            return Match("adapter", said, 0.0)
+    return None

@@ -3,28 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.diagnosis.compared import Compared
 from lyapunov_prune.diagnosis.sides import Sides, TensorPlace
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.predictions.spaces import divergences
 
 _WINDOWS, _TOKENS = 2, 128  # a fault worth telling shows on few
 _ROWS = 32  # positions whose probabilities are compared at once
+_NOTHING, _HARM = 1.6, 1.5  # a change of the KL by less than this factor is none; by more it is harm
+_PARTS = 12
 
 
 class Restored:
     """`KL(dense ‖ file)` in nats a token on the first windows of `reading`, of the file as it is and put right."""
 
-    def __init__(self, sides: Sides, reading: Reading) -> None:
-        self.sides = sides
+    def __init__(self, sides: Sides, reading: Reading, compared: Mapping[TensorPlace, Compared]) -> None:
+        self.sides, self.compared = sides, compared
         self._ids = [window[:, :_TOKENS] for window in reading.windows(1)[:_WINDOWS]]
         self._dense = [self._logits(sides.dense.model, ids) for ids in self._ids]
         self.kl = self.of(sides.file.model)
+
+    def made_up_for(self, changes: Sequence[Sequence[TensorPlace]]) -> bool:
+        """Whether these changes make up for each other, so that the file is the dense model in another form.
+
+        Statistic: the KL with all of them put right but for noise of the size of their rounding, and with a part put
+        right, those of one finding or one role. Thresholds: all together take no third of it away, and a part makes it
+        half as large again.
+        """
+        every = [place for places in changes for place in places]
+        with self.put_right(every, rounded=True):
+            whole = self.of(self.sides.file.model)
+        if not self.kl < _NOTHING * whole:
+            return False
+        roles = [[p for p in every if p.role == role] for role in dict.fromkeys(p.role for p in every)]
+        for part in (every, *changes, *roles)[:_PARTS]:
+            with self.put_right(part):
+                if self.of(self.sides.file.model) > _HARM * self.kl:
+                    return True
+        return False
 
     def of(self, model: PreTrainedModel) -> float:
         """The KL of this model from the dense one, at least 0; NaN if a logit is not finite."""
@@ -40,8 +62,9 @@ class Restored:
         return 1 - kl / self.kl if self.kl > 0 and math.isfinite(self.kl) and math.isfinite(kl) else None
 
     @contextmanager
-    def put_right(self, places: Sequence[TensorPlace]) -> Iterator[None]:
-        """Inside the block these tensors of the file are those of the dense model."""
+    def put_right(self, places: Sequence[TensorPlace], *, rounded: bool = False) -> Iterator[None]:
+        """Inside the block these tensors of the file are those of the dense model, or with noise as of rounding."""
+        noise = torch.Generator().manual_seed(0)
         file = dict(self.sides.file.model.named_parameters(remove_duplicate=False))
         dense = dict(self.sides.dense.model.named_parameters(remove_duplicate=False))
         before = []
@@ -52,6 +75,9 @@ class Restored:
                     target, source = (t if place.expert is None else t[place.expert] for t in (target, source))
                     before.append((target, target.clone()))
                     target.copy_(source)
+                    if rounded and target.ndim > 1:
+                        size = self.compared[place].stored * source.float().square().mean(-1, keepdim=True).sqrt()
+                        target += size * torch.randn(target.shape, generator=noise).to(target.device)
             yield
         finally:
             for target, values in reversed(before):

@@ -95,6 +95,11 @@ class Sides:
                         stack.enter_context(layer_held(side.model, number))
                 yield from some
 
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the file is a GGUF file."""
+        return gguf_file(model_name(self.file.model)) is not None
+
     def away(self, name: str) -> bool:
         """Whether the dense model's tensor is in files alone at the moment."""
         return tensor_of(self.dense, name).is_meta
@@ -107,7 +112,7 @@ class Sides:
     def _names(self) -> dict[str, str]:
         """The names in a GGUF file by those in the model; none for another kind of file."""
         model: Any = self.file.model
-        if gguf_file(model_name(model)) is None:
+        if not self.is_gguf:
             return {}
         architecture = model.config.model_type.removesuffix("_text")
         with suppress(NotImplementedError, KeyError):

@@ -120,6 +120,11 @@ def _difference(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase)
     rules = [_rules(tokenizer) for tokenizer in (first, second)]
     if None not in rules and rules[0] != rules[1]:
         return "their merges or scores are not the same"
+    return different_ids(first, second)
+
+
+def different_ids(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> str | None:
+    """The first text on which normalisers, pre-tokenizers, added tokens or BOS and EOS differ, in words."""
     added = ["", *sorted(first.get_added_vocab()), ""]
     for text in (*_PROBES, " x ".join(added), "x".join(added)):  # separate, and as parts of words
         if token_ids(first, text, special=True) != token_ids(second, text, special=True):

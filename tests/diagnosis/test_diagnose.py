@@ -10,10 +10,13 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.planted import FAMILIES, FAULTS, Fault, averaged, planted, rounded, tiny, trained, with_adapters
+from experiments.strange import FORMS, STRANGE, in_form, tokenizers
 from lyapunov_prune.diagnosis.diagnose import diagnose
 from lyapunov_prune.diagnosis.finding import Diagnosis
+from lyapunov_prune.models.decoder import wrap
 
 IDS = torch.randint(3, 250, (1, 48), generator=torch.Generator().manual_seed(0))
+NOT_FOUND = ("half of the numbers dropped at random", "pruned of its large numbers")  # as a method of pruning may
 
 
 def named(found: Diagnosis, fault: Fault, touched: list[str]) -> bool:
@@ -22,9 +25,12 @@ def named(found: Diagnosis, fault: Fault, touched: list[str]) -> bool:
     return bool(right) and tensors >= set(touched) and len(right) == len(found.findings)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+FOUND = [*FAULTS, *(fault for fault in STRANGE if fault.name not in NOT_FOUND)]
+
+
+@pytest.mark.parametrize("fault", FOUND, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_named_by_kind_and_tensor(fault: Fault) -> None:
-    family = fault.families[FAULTS.index(fault) % len(fault.families)]
+    family = fault.families[FOUND.index(fault) % len(fault.families)]
     model = tiny(family)
     broken, touched = planted(model, fault)
     found = diagnose(model, rounded(broken), IDS)
@@ -53,6 +59,22 @@ def test_an_honest_file_raises_no_alarm(family: str) -> None:
         assert not diagnose(model, file, IDS).findings, what
     if family != "gpt2":
         assert not diagnose(model, rounded(lp.remove_layers(model, [2])), IDS, kept=(0, 1, 3, 4)).findings
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_in_another_form_raises_no_alarm(form: str) -> None:
+    model = tiny("llama")
+    assert not diagnose(model, rounded(in_form(model, form)), IDS).findings
+
+
+def test_a_tokenizer_that_reads_or_ends_a_text_otherwise_is_named() -> None:
+    model = tiny("llama")
+    for what, kind, mine, theirs in tokenizers():
+        assert not diagnose(wrap(model, mine), wrap(model, mine)).findings
+        assert [each.kind for each in diagnose(wrap(model, mine), wrap(model, theirs)).findings] == [kind], what
+    other = copy.deepcopy(model)
+    other.generation_config.eos_token_id = 0
+    assert [each.kind for each in diagnose(model, other).findings] == ["EOS"]
 
 
 def test_the_share_is_that_of_the_error_and_the_model_is_as_before() -> None:
