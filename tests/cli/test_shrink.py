@@ -27,6 +27,7 @@ from lyapunov_prune.models import loading
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.result import table_text
+from lyapunov_prune.shrinking import healing as healing_module
 from lyapunov_prune.shrinking import shrink as module
 from lyapunov_prune.shrinking import texts
 from lyapunov_prune.shrinking.report import Shrinking
@@ -36,7 +37,7 @@ SMALL = ["--tokens", f"{32 * 24}", "--context", "24"]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STEPS", 3)
+    monkeypatch.setattr(healing_module, "STEPS", 3)
     time_briefly(monkeypatch)
 
 
@@ -132,16 +133,16 @@ def test_a_text_too_short_to_judge_by_says_how_long_it_must_be(run_bad: Callable
 
 
 def test_what_is_killed_goes_on(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
-    heal = module.heal
+    heal = healing_module.heal
 
     def killed(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "heal", killed)
+    monkeypatch.setattr(healing_module, "heal", killed)
     command = ["shrink", "tiny", "--remove", "2", "-o", "out", *SMALL]
     assert run(*command).code == 130
     assert not Path("out").exists()
-    monkeypatch.setattr(module, "heal", heal)
+    monkeypatch.setattr(healing_module, "heal", heal)
     monkeypatch.setattr("lyapunov_prune.ranking.best.angular_distance", lambda *_, **__: pytest.fail("ranked again"))
     assert run(*command).code == 0
     assert not list(Path("runs/jobs").glob("shrinking-*"))
@@ -151,7 +152,7 @@ def test_a_process_killed_while_it_heals_goes_on_to_the_same_weights(
     checkpoint: Path, healing_kept: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(checkpoint.parent)
-    monkeypatch.setattr(module, "STEPS", 40)  # enough for trials and rounds
+    monkeypatch.setattr(healing_module, "STEPS", 40)  # enough for trials and rounds
     monkeypatch.setattr(state, "SECONDS", 0.0)  # the state of every step is written
     monkeypatch.setattr(state, "_SHARE", math.inf)
     take_step = Distillation.take_step

@@ -31,6 +31,7 @@ from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.history import history_of
 from lyapunov_prune.sensitivity.sweep import Sweep
 from lyapunov_prune.shrinking import choosing, request, texts
+from lyapunov_prune.shrinking import healing as healing_module
 from lyapunov_prune.shrinking import shrink as module
 from lyapunov_prune.shrinking.report import Shrinking
 
@@ -42,7 +43,7 @@ WORDS = {"vocab_size": len(VOCABULARY)}
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three steps of healing, and few tokens to evaluate on, to judge by and to time."""
     judge_briefly(monkeypatch, context=24)
-    monkeypatch.setattr(module, "STEPS", 3)
+    monkeypatch.setattr(healing_module, "STEPS", 3)
     monkeypatch.setattr(texts, "EVALUATED", 256)
 
 
@@ -157,11 +158,11 @@ def test_what_goes_on_ends_as_if_it_had_never_stopped(
         raise KeyboardInterrupt
 
     kept: dict[str, Any] = {"folder": tmp_path / "jobs", **SMALL}
-    monkeypatch.setattr(module, "heal", killed)
+    monkeypatch.setattr(healing_module, "heal", killed)
     with pytest.raises(KeyboardInterrupt):
         lp.shrink(reader, tokenizer, tmp_path / "out", remove=2, **kept)
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(module, "heal", heal)
+    monkeypatch.setattr(healing_module, "heal", heal)
     monkeypatch.setattr(request, "count_for", lambda *_: pytest.fail("counted again"))
     monkeypatch.setattr(own_text, "continued", timed_alone)
     monkeypatch.setattr("lyapunov_prune.ranking.best.angular_distance", lambda *_, **__: pytest.fail("ranked again"))
@@ -183,7 +184,7 @@ def test_other_minutes_and_a_refusal_delete_no_finished_search(
 ) -> None:
     """Both deleted it; with other minutes it was measured again."""
     kept: dict[str, Any] = {"folder": tmp_path, **SMALL}
-    monkeypatch.setattr(module, "heal", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(healing_module, "heal", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         lp.shrink(reader, tokenizer, remove=2, **kept)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -200,10 +201,10 @@ def test_other_minutes_and_a_refusal_delete_no_finished_search(
 def test_another_request_takes_nothing_of_the_last(
     reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "heal", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(healing_module, "heal", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         lp.shrink(reader, tokenizer, remove=2, folder=tmp_path, **SMALL)
-    monkeypatch.setattr(module, "heal", heal)
+    monkeypatch.setattr(healing_module, "heal", heal)
     done = lp.shrink(reader, tokenizer, remove=1, folder=tmp_path, **SMALL)
     assert done.report.plan.to_json() == lp.shrink(reader, tokenizer, remove=1, **SMALL).report.plan.to_json()
 
@@ -219,7 +220,7 @@ def test_a_removal_that_fails_the_gate_is_not_healed(
         return made
 
     monkeypatch.setattr(module, "cut", wrong)
-    monkeypatch.setattr(module, "heal", lambda *_, **__: pytest.fail("healed"))
+    monkeypatch.setattr(healing_module, "heal", lambda *_, **__: pytest.fail("healed"))
     with pytest.raises(CheckFailed, match="same as skipping"):
         lp.shrink(reader, tokenizer, remove=1, **SMALL)
 
@@ -253,7 +254,7 @@ def test_steps_without_time_are_skipped_and_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     timed(0.25)
-    monkeypatch.setattr(module, "heal", lambda *_, **__: pytest.fail("healed"))
+    monkeypatch.setattr(healing_module, "heal", lambda *_, **__: pytest.fail("healed"))
     monkeypatch.setattr(choosing, "judged_mends", lambda *_, **__: pytest.fail("mended"))
     left, cut = [44.0], module.cut
 
@@ -279,7 +280,7 @@ def test_minutes_bound_the_healing(
         given.update(more)
         return heal(*arguments, **{**more, "minutes": None, "steps": 1})
 
-    monkeypatch.setattr(module, "heal", noted)
+    monkeypatch.setattr(healing_module, "heal", noted)
     lp.shrink(reader, tokenizer, remove=1, minutes=30.0, **SMALL)
     assert given["steps"] is None
     assert 25 < given["minutes"] < 30

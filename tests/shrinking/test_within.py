@@ -21,8 +21,8 @@ from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.evaluation.tasks import evaluate_tasks, halves, load_tasks
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.shrinking import healing as healing_module
 from lyapunov_prune.shrinking import request as request_module
-from lyapunov_prune.shrinking import shrink as module
 from lyapunov_prune.shrinking import texts
 from lyapunov_prune.shrinking.choosing import Chooser
 from lyapunov_prune.shrinking.report import main_score
@@ -138,7 +138,7 @@ def test_a_drop_is_of_the_choosing_half(
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STEPS", 1)
+    monkeypatch.setattr(healing_module, "STEPS", 1)
     monkeypatch.setattr(texts, "EVALUATED", 256)
     judge_briefly(monkeypatch, context=24)
 
