@@ -1,4 +1,4 @@
-"""Criterion `best`: check by the loss the sets that cheap criteria propose, and search around the best of them."""
+"""Criterion `best`: compare by the loss the sets that cheap criteria propose, and search around the best of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lyapunov_prune.progress import phases
 from lyapunov_prune.ranking.angular import angular_distance
 from lyapunov_prune.ranking.candidates import SOURCES, SearchCost, by_direction
 from lyapunov_prune.ranking.counts import free_layers, protected_layers, require_count, search_budget
-from lyapunov_prune.ranking.search import Fit, Search
+from lyapunov_prune.ranking.search import PART, Fit, Search, beginning
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.store import Store
@@ -46,11 +46,13 @@ def best_removal(
 ) -> BestRemoval:
     """Choose `remove` layers of `model` that can be removed together, by the loss, for `search` forwards.
 
-    Half of the windows of `batch` are check windows, which no score sees. The cheap criteria are measured on the others
-    (`candidates`), and every set that one of them proposes is checked by its mean loss on the check windows.
-    From the best set single layers are then swapped, the most promising swap first; a swap is accepted if it lowers the
-    loss. A set that no checkpoint of the family can lose is not checked (`pruning.surgery.refusal`). The search ends
-    when the budget is spent or no swap is left. Without `search` the budget is `search_budget`.
+    Half of the windows of `batch` are check windows, which no score sees. The cheap criteria are measured on the
+    beginnings of the others (`candidates`; a beginning is one `PART`-th of a window). Every set that one of them
+    proposes is compared by its mean loss on the beginnings of the check windows. From the best set there single layers
+    are swapped, the most promising swap first, for half of the remaining budget or until no swap is left. With the rest
+    the sets are checked on all tokens of the check windows, in the order of their losses on the beginnings, and the one
+    of least loss is chosen. A set that no checkpoint of the family can lose is not compared
+    (`pruning.surgery.refusal`). Without `search` the budget is `search_budget`.
 
     With `mend`, for a removal whose gaps will be mended, half of the budget goes to this search. With the rest, the
     sets of least loss are mended on the scored windows and compared with their gaps mended and open, on the check
@@ -60,10 +62,10 @@ def best_removal(
     compared with open gaps. `fit` makes the maps; a `fit` that keeps them spares a second fit of the chosen set.
 
     One forward is a forward of the dense model over the check windows, counted in multiplications; a check starts at
-    the first removed layer (`Sweep`). A measurement is left out if it would cost more than half of the remaining budget
-    or refuses the model. What an earlier search of another number of layers measured on the reading `batch` is not
-    measured again; it costs the same, so that the search finds what it would find alone. `protect` lists layers that
-    stay, counted from the end if negative. Finished checks are kept in `folder` and not repeated.
+    the first removed layer (`Sweep`). A measurement is left out if it would cost more than a quarter of the remaining
+    budget or refuses the model. What an earlier search of another number of layers measured on the reading `batch` is
+    not measured again; it costs the same, so that the search finds what it would find alone. `protect` lists layers
+    that stay, counted from the end if negative. Finished checks are kept in `folder` and not repeated.
 
     Raises LyapunovPruneError for a batch of fewer than 8 windows, too few tokens to mend on, a number of layers that
     cannot be removed beside the protected ones, a family that can lose none of the proposed sets, a budget smaller than
@@ -91,10 +93,10 @@ def best_removal(
     ):
         tries = Search(sweep, scoring, store, cost, remove=remove, free=free, budget=share * search, spent=spent)
         begin_phase()
-        distance = _distance(scoring, store, batch_size)
-        tries.check(by_direction(distance, remove, free))
+        distance = _distance(tries.scores, store, batch_size)
+        tries.look(by_direction(distance, remove, free))
         tries.propose(batch_size, begin_phase)
-        tries.require_tried()
+        tries.require_looked()
         begin_phase()
         tries.swap(distance)
         found = tries.result(search, protected)
@@ -110,8 +112,8 @@ def best_removal(
 
 def _first_check(cost: SearchCost, remove: int, search: float, share: float) -> float:
     """The forwards spent before the first check; raises if a `share` of the `search` does not pay that check too."""
-    spent = 1 + cost.scoring * cost.layers
-    needed = spent + cost.without(range(remove), 0)
+    spent = 1 + (1 + cost.scoring * cost.layers) / PART
+    needed = spent + (1 + 1 / PART) * cost.without(range(remove), 0)
     if share * search < needed:
         raise LyapunovPruneError(
             f"a search of {search:g} forwards is less than the first check needs; give {needed / share:.1f} or more, "
@@ -122,7 +124,8 @@ def _first_check(cost: SearchCost, remove: int, search: float, share: float) -> 
 
 def _about(scoring: Reading, checking: Reading) -> dict[str, Any]:
     """What the measurements of every search on these texts depend on."""
-    return {**scoring.measured_on().key, "checked_on": checking.measured_on().text_hash}
+    texts = {"checked_on": checking.measured_on().text_hash, "beginnings": beginning(scoring.batch)}
+    return {**scoring.measured_on().key, **texts}
 
 
 def _distance(scoring: Reading, store: Store, batch_size: int) -> np.ndarray:

@@ -30,8 +30,8 @@ _LITTLE = 1e-3  # nats; smaller differences of the loss are not told apart
 class SearchCost:
     """The cost of part of a forward, in forwards of the dense model: its share of the parameters that multiply.
 
-    `layers` is the share of all `number` layers together; the head has the rest. The windows that are scored hold
-    `scoring` times the tokens of the check windows.
+    `layers` is the share of all `number` layers together; the head has the rest. The scoring windows hold `scoring`
+    times the tokens of the check windows.
     """
 
     layers: float

@@ -1,11 +1,13 @@
-"""The search of criterion `best`: sets that criteria propose, swaps of single layers, and sets that are mended."""
+"""The search of criterion `best`: proposed sets and single swaps, compared on few tokens, on all, and mended."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.mending.judge import losses
@@ -17,17 +19,20 @@ from lyapunov_prune.ranking.tried import BestRemoval, Final, Tried
 from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.store import Store
 from lyapunov_prune.sensitivity.changes import badness
-from lyapunov_prune.sensitivity.sweep import Job, Sweep
+from lyapunov_prune.sensitivity.sweep import DENSE, Job, Sweep
 
 _FINALS = 4  # how many sets are mended at most
+PART = 4  # the beginnings are this part of each check window
+_LOOKS = 0.5  # share of the forwards that are left once the criteria are measured, for swaps on the beginnings
 Fit = Callable[..., tuple[tuple[Mend, ...], MendReport]]  # the signature of `fit_mends`
 
 
 class Search:
     """The sets of `remove` layers of `free` that were tried so far, the best of them, and the forwards they cost.
 
-    Scores are measured on the reading `scoring`, losses by `sweep`; finished measurements are kept in `store`. At most
-    `budget` forwards are spent, of which `spent` are spent already.
+    Scores are measured on the beginnings of the windows of `scoring`, losses by `sweep`: of many sets on the beginnings
+    of its windows, and of the best of these on all tokens. Finished measurements are kept in `store`. At most `budget`
+    forwards are spent, of which `spent` are spent already.
     """
 
     def __init__(
@@ -43,9 +48,13 @@ class Search:
         spent: float,
     ) -> None:
         self.sweep, self.scoring, self.store, self.cost = sweep, scoring, store, cost
+        self.scores = beginnings(scoring)
         self.remove, self.free, self.budget, self.spent = remove, free, budget, spent
+        self._looks = budget - cost.without(range(remove), 0)  # one check remains to be paid
         self.tried: list[Tried] = []
         self.left_out: list[str] = []
+        self._looked: dict[Layers, float] = {}  # mean loss above dense on the beginnings, nats
+        self._by: dict[Layers, tuple[str, bool]] = {}
         self._refusals: dict[Layers, str | None] = {}
 
     @property
@@ -56,64 +65,69 @@ class Search:
         """The tried sets, the one of least loss first."""
         return sorted(range(len(self.tried)), key=lambda k: badness(float(self.tried[k].windows.mean())))
 
-    def check(self, sets: dict[str, Layers]) -> None:
-        """Check the sets that criteria propose, as far as the budget allows."""
+    def _nearest(self) -> list[Layers]:
+        """The sets that were compared on the beginnings, the one of least loss first."""
+        return sorted(self._looked, key=lambda layers: badness(self._looked[layers]))
+
+    def look(self, sets: dict[str, Layers]) -> None:
+        """Compare the sets that criteria propose on the beginnings, as far as the budget allows."""
         proposed: dict[Layers, list[str]] = {}
         for by, layers in sets.items():
             proposed.setdefault(layers, []).append(by)
-        known = {tried.layers for tried in self.tried}
-        chosen, left = [], self.budget - self.spent
-        for layers in proposed:
-            if layers not in known and self._price(layers) <= left and self._removable(layers):
-                chosen.append(layers)
-                left -= self._price(layers)
-        for layers, windows in self._losses(chosen, "checking sets").items():
-            self._add(", ".join(proposed[layers]), layers, windows, swap=False)
+        new = [layers for layers in proposed if layers not in self._looked and self._removable(layers)]
+        chosen = self._affordable(new, self._looks, PART)
+        self._look({layers: (", ".join(proposed[layers]), False) for layers in chosen})
 
     def propose(self, batch_size: int, begin_phase: Callable[[], None]) -> None:
-        """Check the sets of every source that half of the remaining budget pays; the others are `left_out`.
+        """Look at the sets of every source that a quarter of the remaining budget pays; the others are `left_out`.
 
         Raises NonFiniteError of a measurement; a source that refuses the model is left out.
         """
         for name, source in SOURCES.items():
             begin_phase()
-            price = self.cost.scoring * source.cost(self.cost, self.remove)
-            if price > (self.budget - self.spent) / 2:
+            price = self.cost.scoring / PART * source.cost(self.cost, self.remove)
+            if price > (self._looks - self.spent) / 4:
                 self.left_out.append(name)
                 continue
             key = f"{name}, {self.remove} of {','.join(map(str, self.free))}"
             if key not in self.store:
                 try:
-                    self.store.add(key, source.sets(self.scoring, self.remove, self.free, batch_size))
+                    self.store.add(key, source.sets(self.scores, self.remove, self.free, batch_size))
                 except NonFiniteError:
                     raise
                 except LyapunovPruneError:  # some families cannot be measured by some criteria
                     self.left_out.append(name)
                     continue
             self.spent += price
-            self.check({by: tuple(chosen) for by, chosen in self.store[key].items()})
+            self.look({by: tuple(chosen) for by, chosen in self.store[key].items()})
 
     def swap(self, distance: np.ndarray) -> None:
-        """Swap single layers of the best set until the budget is spent or no swap is left to try."""
+        """Swap single layers of the best set, by the beginnings, for half of the remaining budget; then check the best.
+
+        These are checked on all tokens, in their order on the beginnings, as far as the budget goes.
+        """
+        limit = min(self.spent + _LOOKS * (self.budget - self.spent), self._looks)
+        while np.isfinite(self._looked[current := self._nearest()[0]]):
+            promising = next(filter(self._removable, swaps(current, self.free, self._looked, distance)), None)
+            if promising is None or not self._affordable([promising], limit, PART):
+                break
+            goes, stays = set(promising) - set(current), set(current) - set(promising)
+            self._look({promising: (f"{goes.pop()} for {stays.pop()}", True)})
+        chosen = self._affordable(self._nearest(), self.budget)
+        for layers, windows in self._losses(chosen, "checking sets").items():
+            by, swap = self._by[layers]
+            self.spent += self._price(layers)
+            self.tried.append(Tried(by, layers, windows, swap, self.spent))
         if not np.isfinite(self.tried[self.best].windows).all():
             raise LyapunovPruneError(
                 "no set that was tried leaves a finite loss; remove fewer layers, or load the model in a wider dtype"
             )
-        while True:
-            current = self.tried[self.best].layers
-            known = {tried.layers: tried.windows.mean() - self.sweep.dense.mean() for tried in self.tried}
-            promising = next(filter(self._removable, swaps(current, self.free, known, distance)), None)
-            if promising is None or self.spent + self._price(promising) > self.budget:
-                return
-            windows = self._losses([promising], f"a swap, {self.spent:.1f} of {self.budget:g} forwards")[promising]
-            goes, stays = set(promising) - set(current), set(current) - set(promising)
-            self._add(f"{goes.pop()} for {stays.pop()}", promising, windows, swap=True)
 
-    def require_tried(self) -> None:
-        """Check the last layers if every proposed set was refused; raise LyapunovPruneError if they are as well."""
-        if not self.tried:
-            self.check({"from-end": self.free[-self.remove :]})
-        if not self.tried:
+    def require_looked(self) -> None:
+        """Look at the last layers if every proposed set was refused; raise LyapunovPruneError if they are as well."""
+        if not self._looked:
+            self.look({"from-end": self.free[-self.remove :]})
+        if not self._looked:
             why = next(why for why in self._refusals.values() if why)
             raise LyapunovPruneError(f"no set of {self.remove} layers that was proposed can be removed: {why}")
 
@@ -167,11 +181,34 @@ class Search:
         """The cost of a check in forwards; it starts at the first removed layer."""
         return self.cost.without(layers, self.sweep.reading.prefix.entry(min(layers)))
 
-    def _losses(self, sets: Sequence[Layers], description: str) -> dict[Layers, np.ndarray]:
-        jobs = {layers: Job(",".join(map(str, layers)), min(layers), remove=layers) for layers in sets}
+    def _affordable(self, sets: Sequence[Layers], limit: float, part: int = 1) -> Sequence[Layers]:
+        """The first of `sets`: those that can be scored on one `part`-th of the tokens within `limit` forwards."""
+        spent = self.spent + np.cumsum([self._price(layers) / part for layers in sets])
+        return sets[: int(np.searchsorted(spent, limit, side="right"))]
+
+    def _look(self, sets: dict[Layers, tuple[str, bool]]) -> None:
+        """Score `sets` on the beginnings of the check windows; each has its `Tried.by` and `Tried.swap`."""
+        description = f"comparing sets, {self.spent:.1f} of {self.budget:g} forwards"
+        found = self._losses([(), *sets], description, beginning(self.sweep.reading.batch))
+        dense = found.pop(()).mean()
+        for layers, windows in found.items():
+            self.spent += self._price(layers) / PART
+            self._looked[layers], self._by[layers] = float(windows.mean() - dense), sets[layers]
+
+    def _losses(self, sets: Sequence[Layers], description: str, tokens: int | None = None) -> dict[Layers, np.ndarray]:
+        of = "" if tokens is None else f" of {tokens} tokens"
+        keys = {layers: (",".join(map(str, layers)) or DENSE) + of for layers in sets}
+        jobs = {layers: Job(key, min(layers, default=0), remove=layers, tokens=tokens) for layers, key in keys.items()}
         outcomes = self.sweep.run(jobs.values(), description)
         return {layers: outcomes[job.key].windows for layers, job in jobs.items()}
 
-    def _add(self, by: str, layers: Layers, windows: np.ndarray, *, swap: bool) -> None:
-        self.spent += self._price(layers)
-        self.tried.append(Tried(by, layers, windows, swap, self.spent))
+
+def beginning(batch: TokenBatch) -> int:
+    """The number of tokens of the beginning of each window, on which scores are measured and many sets compared."""
+    return max(2, batch.context // PART)
+
+
+def beginnings(reading: Reading) -> Reading:
+    """The reading of the beginnings of the windows of `reading`, the same one each time."""
+    ids = reading.batch.ids[:, : beginning(reading.batch)]
+    return reading.once("beginnings", lambda: replace(reading, batch=replace(reading.batch, ids=ids)))

@@ -24,7 +24,7 @@ from lyapunov_prune.results.wording import layers_of
 
 @dataclass(frozen=True)
 class Tried:
-    """A checked set of layers: the mean loss of every check window without it (nats), and the cost so far.
+    """A set of layers checked on all tokens: the mean loss of each check window without it (nats), and the cost so far.
 
     `by` names the criteria that proposed it or, for a `swap`, the layer that goes and the one that stays instead.
     `forwards` is the cost spent by the time its losses were known.
@@ -54,11 +54,12 @@ class Final:
 
 @dataclass(frozen=True)
 class BestRemoval(Ranking):
-    """The sets that were tried for a removal, in order, and the best of them, `tried[chosen]`.
+    """The sets that were checked on all tokens for a removal, in order, and the best of them, `tried[chosen]`.
 
-    It has the least mean loss on the check windows. `dense` is the dense loss of every check window. Scores were
-    measured on `measured_on`, losses on `checked_on`, which are other windows of the same text. `left_out` names the
-    measurements that would have cost more than half of the remaining `search` forwards or that refuse the model.
+    It has the least mean loss on the check windows. Sets that were worse on the beginnings of these windows are not
+    kept. `dense` is the dense loss of every check window. Scores were measured on the beginnings of `measured_on`,
+    losses on `checked_on`, which are other windows of the same text. `left_out` names the measurements that would have
+    cost more than a quarter of the remaining `search` forwards or that refuse the model.
 
     If the gaps are to be mended, `finals` holds the best sets, judged with their gaps open and mended on a second text,
     `other_on`, too. A set counts as mended if that pays (`mending.report.pays`), and the chosen set has the least loss,

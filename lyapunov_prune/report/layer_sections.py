@@ -94,10 +94,9 @@ LAYERS = (
         "best.json",
         BestRemoval,
         "The best of many choices",
-        "Sets of layers that the cheap criteria propose, each checked by its loss on windows that no score has seen; "
-        "then swaps of single layers from the best of them, taken when a paired test shows a gain. The windows "
-        "that compared the sets also chose, so the loss is optimistic: measure on other text. How often each layer is "
-        "picked when the windows are resampled says how much the choice depends on them.",
+        "Sets of layers that the cheap criteria propose, and swaps of single layers from the best of them, compared by "
+        "their loss on the beginnings of windows that no score has seen; the best there were checked on all tokens. "
+        "The windows that compared the sets also chose, so the loss is optimistic: measure on other text.",
         lambda r: {"best": best_figure(r)},
     ),
     Section(

@@ -33,18 +33,23 @@ from lyapunov_prune.sensitivity.drift import Reference
 class Job:
     """One change: some matrices replaced, or some layers removed.
 
-    `key` identifies it permanently and uniquely.
+    `key` identifies it permanently and uniquely. `tokens` is how many tokens of each window are run, from its first on;
+    None is all.
     """
 
     key: str
     first: int  # the first layer that changes
     weights: Callable[[], Mapping[Projection, torch.Tensor]] | None = None
     remove: tuple[int, ...] = ()
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a change: mean loss of every window in nats, and `1 − CKA` of the inputs of the head."""
+    """Result of a change: mean loss of every window in nats, and `1 − CKA` of the inputs of the head.
+
+    `drift` is NaN of a job that runs only some tokens of each window.
+    """
 
     windows: np.ndarray
     drift: float
@@ -145,17 +150,17 @@ class Sweep:
         if job.key == DENSE:
             return self._dense
         with self._changed(job):
-            losses, finals = self._score(self._prefix.entry(job.first))
-        return Outcome(losses, self._reference.drift(finals))
+            losses, finals = self._score(self._prefix.entry(job.first), job.tokens)
+        return Outcome(losses, self._reference.drift(finals) if job.tokens is None else float("nan"))
 
-    def _score(self, at: int) -> tuple[np.ndarray, list[torch.Tensor]]:
-        """The loss of every window, and the final states of those that this process scored."""
+    def _score(self, at: int, tokens: int | None = None) -> tuple[np.ndarray, list[torch.Tensor]]:
+        """The loss of the first `tokens` of every window, and the final states of those that this process scored."""
         finals: list[torch.Tensor] = []
 
         def score(number: int) -> list[float]:
-            state = self._states[at][self._windows.index(number)] if at else torch.empty(0)
+            state = self._states[at][self._windows.index(number)][:, :tokens] if at else torch.empty(0)
             with self._prefix.entered(at, state) if at else nullcontext():
-                losses, final = self._scorer(self._ids[number])
+                losses, final = self._scorer(self._ids[number][:, :tokens])
             finals.append(final)
             return losses
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,14 @@ def test_outcomes_are_those_of_really_changed_models(family: str, ids: torch.Ten
     assert found[DENSE].drift == pytest.approx(0, abs=1e-9)
     assert_same(model, before)
     assert hooks_of(model) == 0
+
+
+def test_the_beginnings_of_windows_are_scored_alone(family: str, ids: torch.Tensor) -> None:
+    jobs = [replace(removed(*layers), tokens=5) for layers in ((0,), (2, 3), (5,))]
+    found = Sweep(make_tiny(family), ids, batch_size=2).run(jobs)
+    for key, outcome in really(family, jobs, ids[:, :5]).items():
+        np.testing.assert_allclose(found[key].windows, outcome.windows, rtol=1e-5)
+        assert math.isnan(found[key].drift)
 
 
 def test_weights_and_layers_can_change_together(ids: torch.Tensor) -> None:
