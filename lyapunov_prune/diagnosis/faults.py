@@ -445,8 +445,8 @@ def code_table(case: Case) -> Match | None:
     without their sign, or wrapped around.
 
     Statistic: what the means of V in 256 bins of W leave, both by the largest |W| of 32 or 128 numbers or a row.
-    Threshold: `Case.fits`, with 16 numbers a bin, and much of the error in the means of V − W in 16 bins, as rounding
-    is a function too.
+    Threshold: `Case.fits`, with 16 numbers a bin, and a function that falls by a tenth of its range between two of
+    16 bins, as rounding and cutting off do not.
     """
     if case.vector or not case.whole or case.W.numel() < 16 * _BINS:
         return None
@@ -454,18 +454,21 @@ def code_table(case: Case) -> Match | None:
         if case.W.shape[1] % size == 0:
             w, v = (tensor.reshape(-1, size) for tensor in (case.W, case.V))
             top = w.abs().amax(1, keepdim=True).clamp_min(1e-30)
-            X, smooth = (w + top * _means((v - w) / top, w / top, count) for count in (_BINS, 16))
-            if case.fits(case.left(X.view_as(case.W))) and case.left(smooth.view_as(case.W)) < 0.8 * case.error:
-                said = "{has} its integers read by another table of values, or by another sign"
-                return case.match("codes", said, X.view_as(case.W))
+            bins, means = _means(v / top, w / top, _BINS)
+            X = (top * means[bins]).view_as(case.W)
+            coarse = _means(v / top, w / top, 16)[1]
+            falls = bool((coarse.diff() < -0.1 * (coarse.max() - coarse.min())).any())
+            if falls and case.fits(case.left(X)):
+                return case.match("codes", "{has} its integers read by another table of values, or by another sign", X)
     return None
 
 
-def _means(d: torch.Tensor, at: torch.Tensor, count: int) -> torch.Tensor:
-    """For each number its mean in the bin that `at`, from −1 to 1, is in."""
+def _means(v: torch.Tensor, at: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bin of each number by `at`, from −1 to 1, and the mean of every bin; that of an empty one is its place."""
     bins = ((at + 1) * (count / 2 - 1e-3)).long()
-    sums = torch.zeros(count).index_add_(0, bins.ravel(), d.ravel())
-    return (sums / bins.ravel().bincount(minlength=count).clamp_min(1))[bins]
+    sums = torch.zeros(count).index_add_(0, bins.ravel(), v.ravel())
+    counts = bins.ravel().bincount(minlength=count)
+    return bins, torch.where(counts > 0, sums / counts.clamp_min(1), torch.linspace(-1, 1, count))
 
 
 def rotated(case: Case) -> Match | None:

@@ -33,18 +33,17 @@ class Restored:
         """Whether these changes make up for each other, so that the file is the dense model in another form.
 
         Statistic: the KL with all of them put right but for noise of the size of their rounding, and with a part put
-        right, those of one finding or one role. Thresholds: all together take no third of it away, and a part makes it
-        half as large again.
+        right, those of one finding or one role. Threshold: a part makes it half as large again, by the square more of
+        what all together take away beyond a third.
         """
         every = [place for places in changes for place in places]
         with self.put_right(every, rounded=True):
             whole = self.of(self.sides.file.model)
-        if not self.kl < _NOTHING * whole:
-            return False
+        harm = _HARM * self.kl * max(1.0, self.kl / max(_NOTHING * whole, 1e-12)) ** 2
         roles = [[p for p in every if p.role == role] for role in dict.fromkeys(p.role for p in every)]
         for part in (every, *changes, *roles)[:_PARTS]:
             with self.put_right(part):
-                if self.of(self.sides.file.model) > _HARM * self.kl:
+                if self.of(self.sides.file.model) > harm:
                     return True
         return False
 
