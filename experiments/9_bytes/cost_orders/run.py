@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from scipy import stats
 from torch import nn
+from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, plain, read_text, run_command
@@ -130,7 +131,9 @@ def layers_of(dense: Decoder) -> dict[str, int]:
 
 
 @torch.no_grad()
-def one_at_a_time(reading: Reading, small: nn.Module, known: Sequence[TensorCost], store: Store) -> Iterator[float]:
+def one_at_a_time(
+    reading: Reading, small: PreTrainedModel, known: Sequence[TensorCost], store: Store
+) -> Iterator[float]:
     """The KL with each matrix alone in `KIND`, the others dense."""
     batch = reading.batch.take(range(ONE_AT_A_TIME))
     few, changed = read(reading.decoder, batch), wrap(small)
