@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from lyapunov_prune.diagnosis.expected import Expected
-from lyapunov_prune.diagnosis.packed import Packed
-from lyapunov_prune.diagnosis.statistics import Statistics
+from lyapunov_prune.diagnosis.packed import PackedMatrix
+from lyapunov_prune.diagnosis.statistics import TensorStatistics
 from lyapunov_prune.diagnosis.stored import FileTensor, Stored
 from lyapunov_prune.results.wording import ranges
 
@@ -23,20 +23,20 @@ class Looked:
     """A checkpoint, the statistics of its tensors by name, its packed matrices, and what its config says it holds."""
 
     stored: Stored
-    found: Mapping[str, Statistics]
-    packed: Sequence[Packed]
+    found: Mapping[str, TensorStatistics]
+    packed: Sequence[PackedMatrix]
     expected: Expected | None
 
     @cached_property
-    def siblings(self) -> dict[str, list[Statistics]]:
+    def siblings(self) -> dict[str, list[TensorStatistics]]:
         """The statistics of the tensors of a role, by layer."""
-        roles: dict[str, list[Statistics]] = {}
+        roles: dict[str, list[TensorStatistics]] = {}
         for each in sorted(self.found.values(), key=lambda each: (each.part.layer or 0, each.part.name)):
             roles.setdefault(each.part.role, []).append(each)
         return roles
 
     @cached_property
-    def matrices(self) -> list[Statistics]:
+    def matrices(self) -> list[TensorStatistics]:
         """Tensors of two axes or more, at least 16 wide, whose numbers are read."""
         return [each for each in self.found.values() if each.is_read]
 

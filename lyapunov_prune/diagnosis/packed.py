@@ -39,7 +39,7 @@ def matrix_of(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedMatrix:
     """A packed matrix: its name without an end, shape (outputs, inputs) and bits, and the tensors of its parts.
 
     `codes`, `zeros` and `scales` are a sample in one order, (groups, numbers of a group) and twice (groups,); the codes
@@ -72,7 +72,7 @@ class Packed:
         return float(((self.codes == 0) | (self.codes == 2**self.bits - 1)).mean())
 
 
-def packed_matrices(stored: Stored) -> Iterator[Packed]:
+def packed_matrices(stored: Stored) -> Iterator[PackedMatrix]:
     """A sample of every packed matrix whose layout is known."""
     settings = stored.setting("quantization_config", "compression_config")
     if not isinstance(settings, dict):
@@ -87,7 +87,7 @@ def packed_matrices(stored: Stored) -> Iterator[Packed]:
             continue  # what does not fit is told by `shapes`
 
 
-def _compressed(parts: Mapping[str, FileTensor], name: str, settings: Mapping[str, Any]) -> Packed:
+def _compressed(parts: Mapping[str, FileTensor], name: str, settings: Mapping[str, Any]) -> PackedMatrix:
     packed, scale = (parts[name + end] for end in COMPRESSED[:2])
     groups = [each["weights"] for each in settings["config_groups"].values()]
     shape = parts.get(name + COMPRESSED[3])
@@ -101,10 +101,10 @@ def _compressed(parts: Mapping[str, FileTensor], name: str, settings: Mapping[st
     zeros = np.full(len(codes), 2 ** (bits - 1), np.int16)
     if (zero := parts.get(name + COMPRESSED[2])) is not None:  # packed along rows
         zeros = _unpacked(_rows(zero).T, bits).T[chosen].reshape(-1)
-    return Packed(name, (rows, columns), bits, codes, zeros, _scales(scale, chosen), packed, scale)
+    return PackedMatrix(name, (rows, columns), bits, codes, zeros, _scales(scale, chosen), packed, scale)
 
 
-def _grouped(parts: Mapping[str, FileTensor], name: str, settings: Mapping[str, Any]) -> Packed:
+def _grouped(parts: Mapping[str, FileTensor], name: str, settings: Mapping[str, Any]) -> PackedMatrix:
     packed, scale, zero = (parts[name + end] for end in GROUPED[:3])
     bits = int(settings.get("bits") or settings.get("w_bit") or 4)
     groups, outputs = scale.shape
@@ -127,7 +127,7 @@ def _grouped(parts: Mapping[str, FileTensor], name: str, settings: Mapping[str, 
         codes, held = (some.reshape(*some.shape[:-2], -1) for some in ordered)
         codes = np.moveaxis(codes, 1, 2)
     zeros, scales = held[:, :outputs].reshape(-1), _scales(scale, chosen)
-    return Packed(name, (outputs, inputs), bits, codes.reshape(-1, width), zeros, scales, packed, scale)
+    return PackedMatrix(name, (outputs, inputs), bits, codes.reshape(-1, width), zeros, scales, packed, scale)
 
 
 def _some(rows: int, numbers: int) -> np.ndarray:

@@ -47,7 +47,7 @@ _VARIED = 4  # different bytes in a block that holds more than one number; zeros
 
 
 @dataclass(eq=False)
-class Statistics:
+class TensorStatistics:
     """What one pass over the bytes of a tensor found.
 
     `numbers` counts what was looked at: numbers, or blocks of a quantised type. `bad` are those that are not finite,
@@ -101,15 +101,15 @@ class Statistics:
         return float(((ends >= 29) & (low < 0)[:, 0] & (high > 0)[:, 0]).mean())
 
 
-def look(stored: Stored) -> dict[str, Statistics]:
+def look(stored: Stored) -> dict[str, TensorStatistics]:
     """The statistics of every tensor whose bytes are there, by name; the files are read once, in order."""
     parts = sorted(stored.parts.values(), key=lambda part: (part.file, part.start))
     return {part.name: statistics_of(part) for part in track(parts, "reading", lambda part: part.size)}
 
 
-def statistics_of(part: FileTensor) -> Statistics:
+def statistics_of(part: FileTensor) -> TensorStatistics:
     """Read all bytes of `part` once. Memory: two megabytes, and a sample of the tensor."""
-    found = Statistics(part)
+    found = TensorStatistics(part)
     width = part.shape[-1] if part.shape else 1
     rows = prod(part.shape[:-1]) if part.shape else 1
     if not rows or not width or not part.size or part.size % rows:
@@ -154,7 +154,7 @@ def _pieces(part: FileTensor, row_bytes: int) -> Iterator[np.ndarray]:
             left -= len(piece)
 
 
-def _add(found: Statistics, piece: np.ndarray, at: int, every: int) -> None:
+def _add(found: TensorStatistics, piece: np.ndarray, at: int, every: int) -> None:
     part = found.part
     bad, first = None, not (found.bad or found.lost)
     chosen = piece[-at % every :: every]
@@ -191,7 +191,7 @@ def as_floats(rows: np.ndarray, dtype: str) -> np.ndarray:
         return rows.view({"F64": np.float64, "F32": np.float32, "F16": np.float16}[dtype]).astype(np.float32)
 
 
-def _add_floats(found: Statistics, piece: np.ndarray) -> np.ndarray:
+def _add_floats(found: TensorStatistics, piece: np.ndarray) -> np.ndarray:
     """The rows with numbers that are not finite."""
     integers, infinite = _FLOATS[found.part.dtype]
     numbers = piece.view(integers)
@@ -213,7 +213,7 @@ def _add_floats(found: Statistics, piece: np.ndarray) -> np.ndarray:
     return bad
 
 
-def _add_blocks(found: Statistics, piece: np.ndarray) -> np.ndarray:
+def _add_blocks(found: TensorStatistics, piece: np.ndarray) -> np.ndarray:
     """The rows with scales that are not finite, or lost."""
     dtype = found.part.dtype
     size = GGML_QUANT_SIZES[Kind[dtype]][1]
