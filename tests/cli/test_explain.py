@@ -25,7 +25,7 @@ FEW = ["--tokens", "96", "--context", "48"]
 def explained(run: Any, *arguments: str) -> Explanation:
     done = run("explain", *arguments, *FEW, "-o", "why")
     assert done.code == 0, done
-    assert "at most 14 forwards of 96 tokens" in done.err
+    assert "at most 13 forwards of 96 tokens" in done.err
     assert {"why/explanation.json", "why/report.html", "why/figures/explanation.svg"} <= done.changed
     found = Explanation.load("why/explanation.json")
     assert found.adds_up

@@ -38,7 +38,7 @@ def test_a_file_and_a_folder(run: Callable[..., Done]) -> None:
         ("export tiny -o x --quantize q8_0", "--quantize applies to a GGUF file"),
         ("export tiny -o x --format packed", "packed"),
         ("export absent -o x.gguf", "absent"),
-        ("compress tiny --sparsity 0.5 -o x.gguf", "write plain, and export that"),
+        ("compress tiny --sparsity 0.5 -o x.gguf", "write a folder and export that"),
     ],
 )
 def test_what_cannot_be_is_refused(command: str, told: str, run_bad: Callable[..., str]) -> None:
