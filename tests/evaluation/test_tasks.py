@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import math
 import random
 import sys
@@ -417,8 +418,9 @@ def test_eval_scores_tasks_of_both_models(
     checkpoint: Path, files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(checkpoint.parent)
+    shutil.copytree(checkpoint, "dense")
     common = ["--tokens", "64", "--context", "32", "--tasks", ",".join(files), "--limit", "2"]
-    done = called(capsys, monkeypatch, "--against", "tiny", *common)
+    done = called(capsys, monkeypatch, "--against", "dense", *common)
     assert (done["code"], done["err"]) == (0, "")
     found = Evaluation.load("runs/tiny/eval.json").tasks
     assert found is not None
