@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 import math
 import random
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
