@@ -92,9 +92,8 @@ def _far(found: Compared, errors: np.ndarray, squares: np.ndarray, gains: np.nda
     ordinary = float(np.median(squares))  # small numbers beside large ones are rounded as coarsely
     typical = float(np.median(gains))
     spread = float(np.median(np.abs(gains - typical)))
-    if found.sparse:  # what is made up for in the numbers that are left is no fault, nor is a small row that is gone
-        gone = (gains == 0) & (squares > 0.5 * found.size**2 / len(squares))
-        return np.flatnonzero((errors > _PRUNED) | gone)
+    if found.sparse:  # what a method makes up for in the numbers that are left is no fault
+        return np.flatnonzero(errors > _PRUNED)
     off = (errors > np.maximum(4 * usual, max(found.allowed, 0.05))) & (squares > 4 * ordinary)
     ahead = gains - typical  # numbers cut off at the ends of their integers, as AWQ does, are some less
     turned = ((ahead > max(12 * spread, 0.12)) | (-ahead > max(12 * spread, _CUT))) & (errors > max(1.5 * usual, FLOOR))

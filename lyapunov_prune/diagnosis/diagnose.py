@@ -23,6 +23,9 @@ from lyapunov_prune.results.wording import runs
 _UNRELATED, _ODD, _FAR, _FEW = 0.5, 0.15, 3.0, 0.1
 _HALF, _WHOLE = 0.4, 0.8  # errors that are told though the peers are as far off, and all matrices
 _RESTORED = 6  # findings that are put right one at a time
+# What a model in another form is made of; another order alone changes no rounding.
+_ORDER = ("permuted",)
+_FORMS = (_ORDER, ("constant", "scale", "rotated", "differs"))
 _SEARCHED = 64  # tensors on which the tests of `HEAVY` are tried
 
 
@@ -76,13 +79,16 @@ def _measured(
 ) -> list[tuple[Finding, tuple[TensorPlace, ...]]]:
     """The findings with the share of the error that each explains, the largest first, and the settings that matter.
 
-    Changes that make up for each other are no faults: scales that moved from a norm into the next matrices, rotations.
+    Changes that make up for each other are no faults: neurons in another order, scales that moved from a norm into the
+    next matrices, rotations.
     """
     if not found and not settings:
         return []
     restored = Restored(sides, reading, compared)
-    if restored.made_up_for([places for _, places in found]):
-        found = [(finding, places) for finding, places in found if not places]
+    for kinds in _FORMS:
+        changes = [places for finding, places in found if finding.kind in kinds]
+        if changes and restored.made_up_for(changes, exact=kinds == _ORDER):
+            found = [each for each in found if each[0].kind not in kinds]
     result: list[tuple[Finding, tuple[TensorPlace, ...]]] = []
     for finding, places in found[:_RESTORED]:
         with restored.put_right(places):

@@ -17,6 +17,7 @@ from lyapunov_prune.predictions.spaces import divergences
 _WINDOWS, _TOKENS = 2, 128  # a fault worth telling shows on few
 _ROWS = 32  # positions whose probabilities are compared at once
 _NOTHING, _HARM = 1.6, 1.5  # a change of the KL by less than this factor is none; by more it is harm
+_TIMES = 20
 _PARTS = 12
 
 
@@ -29,17 +30,22 @@ class Restored:
         self._dense = [self._logits(sides.dense.model, ids) for ids in self._ids]
         self.kl = self.of(sides.file.model)
 
-    def made_up_for(self, changes: Sequence[Sequence[TensorPlace]]) -> bool:
+    def made_up_for(self, changes: Sequence[Sequence[TensorPlace]], *, exact: bool) -> bool:
         """Whether these changes make up for each other, so that the file is the dense model in another form.
 
         Statistic: the KL with all of them put right but for noise of the size of their rounding, and with a part put
-        right, those of one finding or one role. Threshold: a part makes it half as large again, by the square more of
-        what all together take away beyond a third.
+        right, those of one finding or one role. Thresholds: a part makes it half as large again, and worse by `_TIMES`
+        of what all together take away. Changes that are not `exact` change the rounding too: there a part makes it half
+        as large again, by the square more of what all together take away beyond a third.
         """
         every = [place for places in changes for place in places]
         with self.put_right(every, rounded=True):
             whole = self.of(self.sides.file.model)
-        harm = _HARM * self.kl * max(1.0, self.kl / max(_NOTHING * whole, 1e-12)) ** 2
+        harm = _HARM * self.kl
+        if exact:
+            harm = max(harm, self.kl + _TIMES * (self.kl - whole))
+        else:
+            harm *= max(1.0, self.kl / max(_NOTHING * whole, 1e-12)) ** 2
         roles = [[p for p in every if p.role == role] for role in dict.fromkeys(p.role for p in every)]
         for part in (every, *changes, *roles)[:_PARTS]:
             with self.put_right(part):

@@ -67,6 +67,22 @@ def test_a_model_in_another_form_raises_no_alarm(form: str) -> None:
     assert not diagnose(model, rounded(in_form(model, form)), IDS).findings
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_an_exchange_is_named_though_either_half_put_right_does_harm(family: str) -> None:
+    fault = next(each for each in FAULTS if each.name == "gate and up exchanged")
+    model = tiny(family, 11)
+    broken, touched = planted(model, fault)
+    found = diagnose(model, rounded(broken), IDS)
+    assert named(found, fault, touched), found
+
+
+def test_an_input_that_pruning_leaves_unused_raises_no_alarm() -> None:
+    model = tiny("gpt2")
+    pruned = lp.compress(model, method="magnitude", sparsity=0.5).model
+    pruned.get_parameter("transformer.h.2.mlp.c_proj.weight").data[5] = 0  # (inputs, outputs)
+    assert not diagnose(model, pruned, IDS).findings
+
+
 def test_a_tokenizer_that_reads_or_ends_a_text_otherwise_is_named() -> None:
     model = tiny("llama")
     for what, kind, mine, theirs in tokenizers():

@@ -244,8 +244,8 @@ def _large(model: Model) -> Iterator[Tried]:
         yield tried if fault.name else replace(tried, right=False)
 
 
-def written(file: Path = RESULT) -> dict[str, str]:
-    tried = Tries.load(file).tried
+def written() -> dict[str, str]:
+    tried = Tries.load(RESULT).tried
     broken, honest = ([each for each in tried if bool(each.planted) is wanted] for wanted in (True, False))
     names = dict.fromkeys(each.planted for each in broken)
     rows = []
