@@ -253,7 +253,7 @@ def test_few_models_give_no_correlation_and_say_so(column: Column) -> None:
 
 
 # They read committed numbers or a finished run, or make their own model.
-NO_MODEL = {"summary", "joint_map", "vit", "joint", "small_models", "coverage"}
+NO_MODEL = {"summary", "joint_map", "vit", "joint", "small_models", "coverage", "strange"}
 EXPERIMENTS = sorted(path.parent for path in Path(experiment.__file__).parent.glob("*/*/run.py"))
 
 

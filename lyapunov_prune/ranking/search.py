@@ -124,9 +124,10 @@ class Search:
             )
 
     def require_looked(self) -> None:
-        """Look at the last layers if every proposed set was refused; raise LyapunovPruneError if they are as well."""
+        """Look at the last layers in turn that can go if every proposed set was refused; raise if there are none."""
         if not self._looked:
-            self.look({"from-end": self.free[-self.remove :]})
+            runs = [self.free[end - self.remove : end] for end in range(len(self.free), self.remove - 1, -1)]
+            self.look({"from-end": next(filter(self._removable, runs), runs[0])})
         if not self._looked:
             why = next(why for why in self._refusals.values() if why)
             raise LyapunovPruneError(f"no set of {self.remove} layers that was proposed can be removed: {why}")
