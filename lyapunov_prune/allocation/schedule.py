@@ -45,7 +45,7 @@ class Schedule(Choice):
     unit: ClassVar[Literal["sparsity", "bits"]] = "sparsity"
 
     def allocate(self, model: PreTrainedModel, budget: float, cost: CostFunction | None = None) -> Allocation:
-        """The amount of every matrix; the mean is the budget, or for `BitWidths` at most the budget.
+        """The amount of every matrix; the mean is the budget, or for `BitsKL` at most the budget.
 
         Raises LyapunovPruneError for a budget that cannot be met.
         """

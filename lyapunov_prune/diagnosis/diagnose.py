@@ -91,8 +91,7 @@ def _measured(
             found = [each for each in found if each[0].kind not in kinds]
     result: list[tuple[Finding, tuple[TensorPlace, ...]]] = []
     for finding, places in found[:_RESTORED]:
-        with restored.put_right(places):
-            share = restored.share(restored.of(sides.file.model)) if places else None
+        share = restored.share(restored.kl_right(places)) if places else None
         result.append((replace(finding, share=share), places))
     for name, said in settings.items():
         kl = with_setting(sides, name, restored.of)

@@ -29,6 +29,15 @@ class Restored:
         self._ids = [window[:, :_TOKENS] for window in reading.windows(1)[:_WINDOWS]]
         self._dense = [self._logits(sides.dense.model, ids) for ids in self._ids]
         self.kl = self.of(sides.file.model)
+        self._right: dict[tuple[TensorPlace, ...], float] = {}
+
+    def kl_right(self, places: Sequence[TensorPlace]) -> float:
+        """The KL with these tensors put right; it is measured once, also where two findings hold the same."""
+        key = tuple(places)
+        if key not in self._right:
+            with self.put_right(key):
+                self._right[key] = self.of(self.sides.file.model)
+        return self._right[key]
 
     def made_up_for(self, changes: Sequence[Sequence[TensorPlace]], *, exact: bool) -> bool:
         """Whether these changes make up for each other, so that the file is the dense model in another form.
@@ -47,11 +56,7 @@ class Restored:
         else:
             harm *= max(1.0, self.kl / max(_NOTHING * whole, 1e-12)) ** 2
         roles = [[p for p in every if p.role == role] for role in dict.fromkeys(p.role for p in every)]
-        for part in (every, *changes, *roles)[:_PARTS]:
-            with self.put_right(part):
-                if self.of(self.sides.file.model) > harm:
-                    return True
-        return False
+        return any(self.kl_right(part) > harm for part in (every, *changes, *roles)[:_PARTS])
 
     def of(self, model: PreTrainedModel) -> float:
         """The KL of this model from the dense one, at least 0; NaN if a logit is not finite."""
