@@ -97,6 +97,13 @@ def mean(values: np.ndarray) -> str:
     return interval(found.change, found.low, found.high)
 
 
+def quotient(after: np.ndarray, before: np.ndarray) -> tuple[float, str]:
+    """The mean of one over that of the other, windows in order, and with its interval: `compare`, linear in it."""
+    share = float(after.mean() / before.mean())
+    found = compare(share * before / before.mean(), after / before.mean())
+    return share, interval(share, share + found.low, share + found.high)
+
+
 def ratio(losses: np.ndarray) -> str:
     """`exp` of a mean loss a window, or of a difference of losses, with its interval over windows."""
     return interval(float(np.exp(losses.mean())), *interval_of(losses))

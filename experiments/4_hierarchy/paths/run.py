@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.attention_paths import attention_paths
+from experiments.attention_paths import AttentionPaths, attention_paths
 from experiments.common import Model, read_text, run_command
 from experiments.hierarchies import encoded, makers, measured_on
 from experiments.statements import bullets, percent, table
@@ -23,17 +23,10 @@ PARTS = ("value", "weight", "both", "total", "prompt_weight", "prompt_share")
 
 
 @dataclass(frozen=True)
-class Paths:
-    """What `AttentionPaths` has of one compressed model, (layers, steps), as means over the prompts."""
+class Paths(AttentionPaths):
+    """Those of one compressed model, as means over the prompts."""
 
     model: str
-    layers: tuple[int, ...]
-    value: np.ndarray
-    weight: np.ndarray
-    both: np.ndarray
-    total: np.ndarray
-    prompt_weight: np.ndarray
-    prompt_share: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,8 @@ def main(
     for name in MODELS:
         small = made[name]()
         each = [attention_paths(loaded.model, small, ids, steps=steps) for ids in prompts.values()]
-        rows.append(Paths(name, each[0].layers, *(np.mean([getattr(p, part) for p in each], 0) for part in PARTS)))
+        means = {part: np.mean([getattr(p, part) for p in each], 0) for part in PARTS}
+        rows.append(Paths(**means, layers=each[0].layers, model=name))
     origins = calibration.measured_on(loaded.model), measured_on(loaded, prompts)
     AllPaths(tuple(rows), len(prompts), *origins).save(HERE / f"{origins[0].model.name}.json")
 

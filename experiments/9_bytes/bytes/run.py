@@ -19,30 +19,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import gguf
 import numpy as np
 import torch
 import typer
-from torch import nn
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
+from experiments.block_types import fill, read_and_made
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, draw, read_text, run, show
-from experiments.statements import bullets, interval, short, table
+from experiments.statements import bullets, quotient, short, table
 from lyapunov_prune.budget.cost import TensorCost, costs
 from lyapunov_prune.budget.fisher import matrices_of
-from lyapunov_prune.budget.spend import chosen_types, rounded
-from lyapunov_prune.evaluation.judging import compare
+from lyapunov_prune.budget.spend import chosen_types
 from lyapunov_prune.export.gguf_whole import header_values
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.gguf_copy import write_pieces
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_metadata import gguf_family
-from lyapunov_prune.models.gguf_tensors import BlockType, stored_tensors
-from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.gguf_tensors import stored_tensors
 from lyapunov_prune.predictions.divergence import SkipDivergence, kl_by_window
 from lyapunov_prune.report.drawing import COLOURS, grid, log_axis, svg, with_intervals
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -181,21 +179,10 @@ def write_source(dense: Decoder, calibration: lp.TokenBatch, peer: Path) -> None
     write_pieces(peer / "float32.gguf", values, pieces, gguf.GGUF_DEFAULT_ALIGNMENT)
 
 
-@torch.no_grad()
 def mean_squares(decoder: Decoder, batch: lp.TokenBatch) -> dict[str, np.ndarray]:
     """The mean squared input of every column of a matrix that multiplies states, by the model's names."""
-    named = {id(p): name for name, p in matrices_of(decoder.model).items()}
-    matrices = [m for m in decoder.model.modules() if isinstance(m, nn.Linear)]
-    sums = {named[id(m.weight)]: torch.zeros(m.in_features, dtype=torch.float64) for m in matrices}
-
-    def add(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        sums[named[id(module.weight)]] += args[0].flatten(0, -2).double().square().sum(0).cpu()
-
-    reading = read(decoder, batch)
-    with hooked(after=[(module, add) for module in matrices]):
-        for ids in reading.windows(1):
-            decoder.model(ids, use_cache=False)
-    return {name: (total / batch.tokens).float().numpy() for name, total in sums.items()}
+    squares, _ = read_and_made(read(decoder, batch))
+    return {name: values.astype(np.float32) for name, values in squares.items()}
 
 
 def costs_of(dense: Decoder, calibration: lp.TokenBatch, peer: Path, by: str) -> Costs:
@@ -221,11 +208,10 @@ def costs_of(dense: Decoder, calibration: lp.TokenBatch, peer: Path, by: str) ->
 @torch.no_grad()
 def spent(dense: Decoder, known: Sequence[TensorCost], room: int) -> tuple[PreTrainedModel, int, float]:
     """The model with the types of least cost within `room` bytes, what they take, and what they cost."""
-    pairs = list(zip(known, chosen_types(known, room), strict=True))
+    pick = chosen_types(known, room)
+    pairs = list(zip(known, pick, strict=True))
     small = copy.deepcopy(dense.model)
-    for t, k in pairs:
-        W = small.get_parameter(t.name)
-        W.copy_(torch.from_numpy(rounded(W.numpy(), BlockType(t.kinds[k], t.importance))))
+    fill(small, dense.model, known, pick)
     return small, int(sum(t.bytes[k] for t, k in pairs)), float(sum(t.cost[k] for t, k in pairs))
 
 
@@ -284,10 +270,8 @@ def _pairs(r: Bytes, by: str = PEER, ours: str = OURS) -> list[tuple[Row, Row]]:
 
 
 def _share(before: Row, after: Row) -> tuple[float, str]:
-    """The mean KL of one over that of the other, with its interval: that of `compare`, linear in the ratio."""
-    share = after.mean / before.mean
-    found = compare(share * np.array(before.kl) / before.mean, np.array(after.kl) / before.mean)
-    return share, interval(share, share + found.low, share + found.high)
+    """The mean KL of one over that of the other."""
+    return quotient(np.array(after.kl), np.array(before.kl))
 
 
 def _short(rows: Sequence[Bytes]) -> str:

@@ -13,28 +13,24 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from scipy import stats
-from torch import nn
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
+from experiments.block_types import fill, read_and_made
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, plain, read_text, run_command
-from experiments.statements import bullets, interval, ranked, short, table
-from lyapunov_prune.allocation.knapsack import cheapest
+from experiments.statements import bullets, quotient, ranked, short, table
 from lyapunov_prune.budget.cost import TensorCost, costs
 from lyapunov_prune.budget.fisher import matrices_of
-from lyapunov_prune.budget.spend import rounded
-from lyapunov_prune.evaluation.judging import compare
+from lyapunov_prune.budget.spend import chosen_types, rounded
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.forward.replacement import with_data
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.ggml import Kind
 from lyapunov_prune.models.gguf_tensors import BlockType
-from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.predictions.divergence import kl_by_window
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
@@ -96,7 +92,7 @@ class CostOrders(Result):
 def main(
     model: Model = Model(f"{BUILT_IN}-dithered-0"), text: Each = None, windows: int = 24, tokens: int = 4096
 ) -> None:
-    dense = model.load()
+    commit, dense = committed(), model.load()  # refused here, not after the work
     reading = read(dense, read_text(dense, "builtin", windows * 256, 256))
     judges = [read(dense, read_text(dense, each, tokens, 256, "all")) for each in text or ()]
     small = copy.deepcopy(dense.model)
@@ -107,7 +103,8 @@ def main(
     room = int(BITS * sum(p.numel() for p in matrices_of(small).values()) / 8)
     texts = [OnText((), judge.measured_on()) for judge in judges]
     for name in COSTS:
-        fill(small, dense, known, chosen(known, of[name], room))
+        pick = chosen_types([replace(t, cost=cost) for t, cost in zip(known, of[name], strict=True)], room)
+        fill(small, dense.model, known, pick)
         for n, judge in enumerate(judges):
             kl = kl_by_window(judge, read(wrap(small), judge.batch))[0]
             texts[n] = replace(texts[n], chosen=(*texts[n].chosen, Chosen(name, tuple(kl.tolist()))))
@@ -119,7 +116,7 @@ def main(
         {name: np.array([c[k] for c, k in zip(of[name], at, strict=True)]) for name in COSTS},
         BITS,
         tuple(texts),
-        committed(),
+        commit,
         reading.measured_on(),
     ).save(HERE / f"{plain(model.name)}.json")
 
@@ -154,7 +151,11 @@ def all_costs(reading: Reading, known: Sequence[TensorCost], alone: np.ndarray) 
     """
     dense = reading.decoder
     rho = lp.measure_contraction(dense.model, reading.batch.take(range(min(8, len(reading.batch)))), seeds=range(2))
-    layers, (squares, energy) = layers_of(dense), statistics(reading)
+    matrices, (squares, energy) = matrices_of(dense.model), read_and_made(reading)
+    # An embedding that is no head has inputs of one 1 each.
+    squares = {name: np.full(p.shape[1], 1 / len(p)) for name, p in matrices.items()} | squares
+    energy = {name: float(p.square().sum(dtype=torch.float64)) / len(p) for name, p in matrices.items()} | energy
+    layers = layers_of(dense)
     found: dict[str, list[np.ndarray]] = {name: [] for name in COSTS}
     for t, kl in zip(known, alone, strict=True):
         W = dense.model.get_parameter(t.name).detach().numpy()
@@ -170,48 +171,6 @@ def all_costs(reading: Reading, known: Sequence[TensorCost], alone: np.ndarray) 
         found[WEIGHT].append(np.array([m.sum(dtype=np.float64) for m in moved]) / np.square(W).sum(dtype=np.float64))
         found[MEASURED].append(kl * output / output[t.kinds.index(KIND)])
     return found
-
-
-@torch.no_grad()
-def statistics(reading: Reading) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Of every matrix that multiplies states: the mean square of each input, and the mean energy of its output.
-
-    An embedding that is no head has inputs of one 1 each.
-    """
-    matrices = matrices_of(reading.model)
-    named = {id(p): name for name, p in matrices.items()}
-    squares = {name: np.full(p.shape[1], 1 / len(p)) for name, p in matrices.items()}
-    energy = {name: float(p.square().sum(dtype=torch.float64)) / len(p) for name, p in matrices.items()}
-    used = [m for m in reading.model.modules() if isinstance(m, nn.Linear) and id(m.weight) in named]
-    for module in used:
-        name = named[id(module.weight)]
-        squares[name], energy[name] = np.zeros(module.in_features), 0.0
-
-    def add(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        name = named[id(module.weight)]
-        squares[name] += args[0].flatten(0, -2).double().square().sum(0).numpy() / reading.batch.tokens
-        energy[name] += float((args[0] @ module.weight.mT).double().square().sum()) / reading.batch.tokens
-
-    with hooked(after=[(module, add) for module in used]):
-        for ids in reading.windows(1):
-            reading.model(ids, use_cache=False)
-    return squares, energy
-
-
-def chosen(known: Sequence[TensorCost], cost: Sequence[np.ndarray], room: int) -> np.ndarray:
-    most = max(len(t.kinds) for t in known)
-    by, size = np.full((len(known), most), np.inf), np.zeros((len(known), most))
-    for row, (t, values) in enumerate(zip(known, cost, strict=True)):
-        by[row, : len(values)], size[row, : len(values)] = values, t.bytes
-    return cheapest(by, size, room)
-
-
-@torch.no_grad()
-def fill(small: nn.Module, dense: Decoder, known: Sequence[TensorCost], pick: np.ndarray) -> None:
-    """The matrices of `small` become those of `dense` in the types `pick`."""
-    for t, k in zip(known, pick, strict=True):
-        W = dense.model.get_parameter(t.name).detach().numpy()
-        small.get_parameter(t.name).copy_(torch.from_numpy(rounded(W, BlockType(t.kinds[k], t.importance))))
 
 
 def written() -> dict[str, str]:
@@ -242,13 +201,11 @@ def _bytes(found: Sequence[CostOrders]) -> str:
 
 
 def _share(text: OnText, name: str) -> str:
-    """The KL of Fisher's types; of the others' the mean as a multiple of it, with its interval (`compare`)."""
+    """The KL of Fisher's types; of the others' the mean as a multiple of it, with its interval."""
     kl, base = text.kl(name), text.kl(FISHER)
     if name == FISHER:
         return f"{short(float(base.mean()))} nats"
-    share = kl.mean() / base.mean()
-    found = compare(share * base / base.mean(), kl / base.mean())
-    return f"× {interval(share, share + found.low, share + found.high)}"
+    return f"× {quotient(kl, base)[1]}"
 
 
 if __name__ == "__main__":
