@@ -30,6 +30,7 @@ from experiments.common import Model, plain, read_text, run_command
 from experiments.hierarchies import interval, patterned, share_kept, taken
 from experiments.statements import bullets, percent, table
 from experiments.statements import interval as said
+from lyapunov_prune.data.batch import rows_measured_on
 from lyapunov_prune.data.choices import ChoiceItem, load_items
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.forward.decoding import continued
@@ -65,6 +66,7 @@ class Patterns(Result):
     chance: float
     choices: str
     questions: str
+    measured_on: MeasuredOn
     calibrated_on: MeasuredOn
 
     def row(self, model: str) -> Row:
@@ -81,8 +83,8 @@ class Patterns(Result):
         dense = self.rows[0]
         return (
             f"The first {len(self.gold)} items of {self.choices}, the first {len(dense.losses)} questions of "
-            f"{self.questions} with {dense.texts.shape[1]} tokens of each text; compressed on "
-            f"{self.calibrated_on.line()}"
+            f"{self.questions} with {dense.texts.shape[1]} tokens of each text: "
+            f"{self.measured_on.line()}; compressed on {self.calibrated_on.line()}"
         )
 
 
@@ -111,8 +113,20 @@ def main(
         rows = tuple(decode(Row, store[name]) for name in made)
     chance = float(np.mean([1 / len(item.choices) for item in some]))
     gold = np.array([item.gold for item in some])
-    found = Patterns(rows, gold, chance, plain(str(choices)), plain(str(questions)), origin)
+    files = plain(str(choices)), plain(str(questions))
+    found = Patterns(rows, gold, chance, *files, asked_of(loaded, some, lines, *files), origin)
     found.save(model.folder(HERE) / "patterns.json")
+
+
+def asked_of(
+    loaded: Decoder, items: tuple[ChoiceItem, ...], lines: list[dict[str, str]], choices: str, questions: str
+) -> MeasuredOn:
+    """The record of all items and questions: each item's choices after its stem, each question's answer after it."""
+    start = [loaded.tokenizer.bos_token_id] if adds_bos(loaded.tokenizer) else []
+    told = [item.stem + choice for item in items for choice in item.choices]
+    told += [f"Question: {line['question']}\nAnswer: {line['answer']}" for line in lines]
+    rows = [start + token_ids(loaded.tokenizer, text) for text in told]
+    return rows_measured_on(loaded.model, rows, f"{choices}, {questions}", bos=bool(start))
 
 
 @torch.no_grad()

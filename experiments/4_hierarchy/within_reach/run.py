@@ -25,6 +25,7 @@ from experiments.common import Model, draw, read_text, run_command
 from experiments.hierarchies import makers
 from experiments.published import GENERATION, MULTIPLE_CHOICE
 from experiments.statements import bullets, interval, table
+from lyapunov_prune.data.batch import rows_measured_on
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.evaluation.task_scores import TaskScores
 from lyapunov_prune.forward.decoding import continued
@@ -61,6 +62,7 @@ class Reach(Result):
 
     rows: tuple[Row, ...]
     seed: int
+    measured_on: MeasuredOn
     calibrated_on: MeasuredOn
 
     def row(self, model: str) -> Row:
@@ -68,7 +70,8 @@ class Reach(Result):
 
     def headline(self) -> str:
         counts = ", ".join(f"{len(getattr(self.rows[0], task))} of {task}" for task in STEPS)
-        return f"{counts}, drawn by seed {self.seed}; compressed on {self.calibrated_on.line()}"
+        learnt = self.calibrated_on.line()
+        return f"{counts}, drawn by seed {self.seed}: {self.measured_on.line()}; compressed on {learnt}"
 
 
 def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048, items: int = 60, seed: int = 0) -> None:
@@ -83,7 +86,7 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048, item
                 made_now = make()
                 right = {task: answered(loaded, made_now, asked, STEPS[task]) for task, asked in tasks.items()}
                 store.add(name, encode(Row(name, **right)))
-        found = Reach(tuple(decode(Row, store[name]) for name in made), seed, origin)
+        found = Reach(tuple(decode(Row, store[name]) for name in made), seed, written_from(loaded, tasks), origin)
     found.save(folder / "reach.json")
     draw(folder, {"reach": figure(found)})
 
@@ -110,9 +113,20 @@ def drawn(task: str, items: int, seed: int) -> list[tuple[str, str]]:
     return found
 
 
+def written_from(loaded: Decoder, tasks: dict[str, list[tuple[str, str]]]) -> MeasuredOn:
+    """The record of the items: all prompts, each with the line that is asked for."""
+    start = bos_of(loaded)
+    rows = [start + token_ids(loaded.tokenizer, f"{a} {b}") for asked in tasks.values() for a, b in asked]
+    return rows_measured_on(loaded.model, rows, f"drawn lines for {', '.join(tasks)}", bos=bool(start))
+
+
+def bos_of(loaded: Decoder) -> list[int]:
+    return [loaded.tokenizer.bos_token_id] if adds_bos(loaded.tokenizer) else []
+
+
 def answered(loaded: Decoder, model: PreTrainedModel, asked: Sequence[tuple[str, str]], steps: int) -> np.ndarray:
     """Which items are right, those of one length written together."""
-    start = [loaded.tokenizer.bos_token_id] if adds_bos(loaded.tokenizer) else []
+    start = bos_of(loaded)
     prompts = [start + token_ids(loaded.tokenizer, prompt) for prompt, _ in asked]
     right = np.zeros(len(asked), bool)
     for length in sorted({len(ids) for ids in prompts}):
