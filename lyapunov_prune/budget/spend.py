@@ -19,7 +19,7 @@ from lyapunov_prune.budget.size import bytes_for
 from lyapunov_prune.budget.spent import Frontier, Spent
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
-from lyapunov_prune.evaluation.judging import POWER, compare, ends, require_windows
+from lyapunov_prune.evaluation.judging import compare, require_windows
 from lyapunov_prune.evaluation.perplexity import ratio_of
 from lyapunov_prune.evaluation.sizes import SizesTried
 from lyapunov_prune.export.gguf import require_file
@@ -27,9 +27,9 @@ from lyapunov_prune.export.gguf_whole import header_values, rounded_pieces, writ
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import Decoder, runs_model
 from lyapunov_prune.models.ggml import WIDE, Kind, bits_of, dequantised, quantised
-from lyapunov_prune.models.gguf import gguf_file
+from lyapunov_prune.models.gguf import DESCRIPTION_KEY, gguf_file
 from lyapunov_prune.models.gguf_copy import Piece
-from lyapunov_prune.models.gguf_header import read_header
+from lyapunov_prune.models.gguf_header import read_header, text
 from lyapunov_prune.models.gguf_tensors import BlockType
 from lyapunov_prune.models.launched import from_each
 from lyapunov_prune.models.plain import Plain
@@ -54,7 +54,7 @@ def spend(
     *,
     batch: Readable,
     judge: TokenBatch,
-    check: TokenBatch | None = None,
+    check: TokenBatch,
     seed: Seed = 0,
 ) -> Spent:
     """Write `model` to the GGUF file `output` of at most `size` (`300MB`, `50%` or `4.5bpw`), as good as that allows.
@@ -63,30 +63,26 @@ def spend(
     measured on `batch`) within the bytes (`allocation.knapsack`). Experts that one tensor holds get one type together.
     Vectors and routers stay float32. The KL is measured on `judge`.
 
-    If the prediction differs from that by more than 15 %, and by more than chance explains, the costs of the worst
-    matrices are measured one at a time on `batch` (`measured.corrected`) and the types are chosen again. Half of
-    `judge` then decides which types stay, and the other half reports.
+    `check` decides, and is with `batch` what the file's history names as seen. Without a size the file is the smallest
+    of `_TRIED` that costs less than 10 % more perplexity there (`sizes.SizesTried`). If the prediction differs from the
+    KL there by more than 15 %, and by more than chance explains, the costs of the worst matrices are measured one at a
+    time on `batch` (`measured.corrected`), the types are chosen again, and those of the smaller KL there stay. The
+    header's description says the ratio of perplexities on `judge`.
 
-    With `check`, a third text, in place of a size, the file is the smallest of `_TRIED` that costs less than 10 % more
-    perplexity there (`sizes.SizesTried`). Raises CheckFailed if none does.
-
-    Raises LyapunovPruneError for a size below the least, which is named, and above 16 bits, for fewer than 8 windows
-    that judge, for texts that share tokens, for an `output` that exists, and as `write_gguf`; then nothing is written.
+    Raises CheckFailed if every one of `_TRIED` costs more, and LyapunovPruneError for a size below the least, which is
+    named, and above 16 bits, for fewer than 4 windows that judge or decide, for texts that share tokens, for an
+    `output` that exists, and as `write_gguf`; then nothing is written.
     """
     require_file(output)
-    if (size is None) != (check is not None):
-        raise LyapunovPruneError("give a size, or a text to choose one by (check), one of the two")
     reading = read(model, batch)
-    texts = [reading.batch, require_windows(judge, 2 * POWER), *([] if check is None else [require_windows(check)])]
-    for one, other in combinations(texts, 2):
+    for one, other in combinations((reading.batch, require_windows(judge), require_windows(check)), 2):
         require_disjoint(one, other)
     weights = sum(p.numel() for p in matrices_of(model.model).values())
-    judged, windows = read(model, judge), list(range(len(judge)))
+    judged, decides = read(model, judge), read(model, check)
     tried = None
     if size is None:
-        assert check is not None
         found = list(costs(reading, bits=_TRIED[-1], seed=seed))
-        tried = _tried(read(model, check), found, weights)
+        tried = _tried(decides, found, weights)
         if tried.taken is None:
             raise CheckFailed(f"{tried.answer()[0].rstrip('.')} ({tried.least()}); give --size to take one anyway")
         size = tried.names[tried.taken]
@@ -94,14 +90,16 @@ def spend(
     else:
         room = room_for(model, tokenizer, size)
         found = list(costs(reading, bits=8 * room / weights, seed=seed))
-    made = _made(judged, found, room)
+    made = _made(decides, found, room)
     alone: list[str] = []
     if made.is_off:
         measured, alone = corrected(reading, made.pieces[0], made.found, made.pick)
         if not np.array_equal(chosen_types(measured, room), made.pick):
-            windows = ends(len(judge), len(judge) // 2)
-            made = min(made, _made(judged, measured, room), key=lambda each: np.delete(each.kl, windows).mean())
-    values = header_values(model, tokenizer, made.commonest)
+            made = min(made, _made(decides, measured, room), key=lambda each: each.kl.mean())
+    kl, loss = kl_by_window(judged, read(made.pieces[0], judge))
+    saw = reading.measured_on(seed), decides.measured_on()
+    values = header_values(model, tokenizer, made.commonest, "shrink", *saw)
+    values[DESCRIPTION_KEY] = text(ratio_of(loss).on(judge.text, judge.tokens))
     written = write_rounded(model, tokenizer, output, values, *made.pieces).size if is_main() else 0
     return Spent(
         wanted=size,
@@ -111,12 +109,12 @@ def spend(
         cost=made.costs,
         bits=8 * float(made.bytes.sum()) / weights,
         size=from_each(model.model, written)[0],
-        kl=made.kl[windows],
-        loss=made.loss[windows],
+        kl=kl,
+        loss=loss,
         alone=tuple(alone),
         frontier=frontier(made.found, 8 * room / weights, weights),
-        measured_on=reading.measured_on(seed),
-        judged_on=read(model, judge.take(windows)).measured_on(),
+        measured_on=saw[0],
+        judged_on=judged.measured_on(),
         rounded_before=was_rounded(model),
         tried=tried,
     )

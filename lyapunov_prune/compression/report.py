@@ -14,7 +14,7 @@ from lyapunov_prune.models.roles import LeftAlone, left_alone_lines
 from lyapunov_prune.models.size import Size, told_bytes
 from lyapunov_prune.registry import Choice
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.result import ROWS, MeasuredOn, Result
 from lyapunov_prune.results.wording import bars
 
 REPORT = "compression.json"  # beside the weights of a compressed checkpoint
@@ -135,9 +135,14 @@ class CompressionReport(Result):
             rows.append(row)
         return pd.DataFrame(rows)
 
+    def brief(self) -> pd.DataFrame:
+        """The layers with the largest error, the largest first."""
+        shown = self.summary()
+        return shown.sort_values(_error_of(shown), ascending=False, kind="stable").head(ROWS)
+
     def answer(self) -> list[str]:
         shown = self.summary()
-        error = "output_error" if "output_error" in shown and shown.output_error.notna().any() else "weight_error"
+        error = _error_of(shown)
         what = "outputs, on the calibration text" if error == "output_error" else "weights"
         worst, least = shown.loc[shown[error].idxmax()], shown.loc[shown[error].idxmin()]
         lines = [
@@ -180,3 +185,8 @@ class CompressionReport(Result):
 
 def _told(name: str, entry: type[Choice]) -> str:
     return f"{name}: {entry.help} ({entry.reference})"
+
+
+def _error_of(shown: pd.DataFrame) -> str:
+    """The column of `CompressionReport.summary` that tells the error: of the outputs where it was measured."""
+    return "output_error" if "output_error" in shown and shown.output_error.notna().any() else "weight_error"

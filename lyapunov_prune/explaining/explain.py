@@ -35,6 +35,7 @@ from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
 from lyapunov_prune.models.size import stored_size
 from lyapunov_prune.models.structure import identify, in_eval_mode, model_name
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
+from lyapunov_prune.results.history import history_of
 from lyapunov_prune.results.result import ModelIdentity
 
 # Rounding of a layer that runs alone may differ from that in its model by this many units.
@@ -121,6 +122,7 @@ def explain(
         diagnosis=diagnosis,
         file_size=_file_size(compressed),
         rise=np.array(rise),
+        by_size=[step.kind for step in history_of(compressed.model).steps[-1:]] == ["shrink"],
     )
 
 

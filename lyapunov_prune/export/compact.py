@@ -171,8 +171,9 @@ def _require_cuts(
 ) -> None:
     """Raise LyapunovPruneError unless these layers can lose these parts."""
     before = cuts_of(decoder)
-    for what, indices in {"the whole": remove, "the attention": attention, "the feed-forward block": blocks}.items():
-        each_once(what, indices, len(before))
+    each_once("layers to remove", remove, len(before))
+    each_once("layers that lose their attention", attention, len(before))
+    each_once("layers whose feed-forward block is merged", blocks, len(before))
     left = [i for i, places in enumerate(before) if i not in {*attention, *remove} and not lacks_attention(places)]
     gone = [
         *(f"layer {i} is removed as a whole" for i in sorted({*attention, *blocks} & set(remove))),

@@ -28,7 +28,14 @@ from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
 from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.models.cache import BUILTIN, CacheEntry, builtin_place
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, read_gguf, source_file, stored_history
+from lyapunov_prune.models.gguf import (
+    DESCRIPTION_KEY,
+    HISTORY_KEY,
+    PROVENANCE_KEY,
+    read_gguf,
+    source_file,
+    stored_history,
+)
 from lyapunov_prune.models.gguf_copy import Anew, Piece, pieces_of, rewrite_text, same_bytes, write_pieces
 from lyapunov_prune.models.gguf_header import Header, Value, read_header, text
 from lyapunov_prune.models.gguf_layers import full_attention, values_without
@@ -47,6 +54,7 @@ from lyapunov_prune.pruning.surgery import Operation
 from lyapunov_prune.results.files import flushing, require_disk, require_empty, whole_file
 from lyapunov_prune.results.history import History, Step, history_of
 from lyapunov_prune.results.result import ModelIdentity, Result, versions
+from lyapunov_prune.results.worth import Worth
 
 SUFFIX = ".gguf"
 _ROOM = 8192  # bytes reserved for the results of the file's checks
@@ -173,18 +181,21 @@ def save_gguf(
 
 
 @in_eval_mode
-def save_changed(target: str | Path, original: Original, made: Decoder, draft: Provenance | None) -> Provenance | None:
+def save_changed(
+    target: str | Path, original: Original, made: Decoder, draft: Provenance | None, worth: Worth | None = None
+) -> Provenance | None:
     """Write `made` to the file `target`: the bytes of `original`, except for tensors that have changed.
 
     Changed tensors are rounded as the file rounds them, in `made` too. `draft` says where the model came from, None if
-    that is not known. Returns the provenance in the file, with the checks of the file. Raises as `save_gguf`.
+    that is not known; `worth` becomes the file's description. Returns the provenance in the file, with the checks of
+    the file. Raises as `save_gguf`.
     """
     require_file(target)
     anew = _anew(original, made)
     checks: dict[str, OnFiles] = {RELOADED: partial(file_reloads, made), **engine_checks(made, made.tokenizer)}
     if draft is not None:
         draft = replace(draft, not_run=() if ENGINE in checks else (ENGINE,), format="gguf")
-    return _written(target, original, anew, history_of(made.model), draft, checks)
+    return _written(target, original, anew, history_of(made.model), draft, checks, worth)
 
 
 def _provenance(plan: PruningPlan, gate: GateReport, not_run: tuple[str, ...], mended: MendReport | None) -> Provenance:
@@ -198,10 +209,12 @@ def _written(
     history: History,
     draft: Provenance | None,
     checks: Mapping[str, OnFiles],
+    worth: Worth | None = None,
 ) -> Provenance | None:
     """Write `target`, put the file through its own checks and the given ones, and record their results in it."""
     header, kept = original.header, original.kept
     values = values_without(header, kept) | {HISTORY_KEY: text(as_json(history))}
+    values |= {} if worth is None else {DESCRIPTION_KEY: text(worth.ratio.on(worth.text, worth.tokens))}
     values.pop(PROVENANCE_KEY, None)
     if draft is not None:  # filled in after the checks
         values[PROVENANCE_KEY] = text(" " * (len(as_json(draft)) + _ROOM))

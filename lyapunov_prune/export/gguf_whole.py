@@ -36,6 +36,7 @@ from lyapunov_prune.pruning.gate import GateReport, OnFiles, attempt
 from lyapunov_prune.pruning.provenance import made_by
 from lyapunov_prune.results.files import require_disk, whole_file
 from lyapunov_prune.results.history import history_of, history_with
+from lyapunov_prune.results.result import MeasuredOn
 
 ROUNDED = "the same up to rounding"
 GREEDY = 64  # tokens that llama.cpp generates in its check
@@ -98,8 +99,10 @@ def write_rounded(
     return Exported(model_name(model.model), "gguf", dict(kinds), size, checks, not_run)
 
 
-def header_values(model: Decoder, tokenizer: PreTrainedTokenizerBase | None, quantize: str) -> dict[str, Value]:
-    """The header of a file of which most is in the type `quantize`.
+def header_values(
+    model: Decoder, tokenizer: PreTrainedTokenizerBase | None, quantize: str, step: str = "export", *saw: MeasuredOn
+) -> dict[str, Value]:
+    """The header of a file of which most is in the type `quantize`, written by `step`, whose choices `saw` these texts.
 
     Raises LyapunovPruneError for a model that it cannot describe.
     """
@@ -108,7 +111,8 @@ def header_values(model: Decoder, tokenizer: PreTrainedTokenizerBase | None, qua
         raise LyapunovPruneError(f"llama.cpp keeps what reads pictures or sound in a file of its own; {CONVERT}")
     config = model.structure.config
     values = architecture_values(config, gguf_family(config), Path(model_name(model.model)).stem)
-    return values | _other_values(model, tokenizer, quantize)
+    values |= _other_values(model, tokenizer, quantize)
+    return values | {HISTORY_KEY: text(as_json(history_with(step, saw, model.model)))}
 
 
 def _origin(decoder: Decoder) -> Header | None:
@@ -137,8 +141,7 @@ def _other_values(decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, q
         "general.file_type": number(file_type),
         "general.quantization_version": number(gguf.GGML_QUANT_VERSION),
     }
-    history, made = history_with("export", (), decoder.model), made_by(decoder.model.config._name_or_path)
-    values[HISTORY_KEY] = text(as_json(history))
+    made = made_by(decoder.model.config._name_or_path)
     if made is not None:
         values[PROVENANCE_KEY] = text(as_json(made))
     return values

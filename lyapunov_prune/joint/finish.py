@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from lyapunov_prune.pruning.provenance import describe
 from lyapunov_prune.pruning.removed import PartsGone
 from lyapunov_prune.results.files import whole_folder
 from lyapunov_prune.results.history import add_step
+from lyapunov_prune.results.worth import Worth
 
 MERGED = 10.0  # times the rounding limit of a single model: a merge rounds a product and sums in another order
 
@@ -73,6 +75,7 @@ def finish(job: JointJob, found: Found, tokenizer: PreTrainedTokenizerBase | Non
             size=(model_size(dense.model).bytes, model_size(compact).bytes),
             seconds=job.seconds,
             measured_on=job.origins[2],
+            rise=None if before.images else chosen.losses - before.losses,
         )
         run.save(partial / REPORT)
         plan.save(partial / PLAN)
@@ -85,8 +88,15 @@ def finish(job: JointJob, found: Found, tokenizer: PreTrainedTokenizerBase | Non
             stored=COMPACT,
             since=_since(run),
             sections=_sections(run),
+            worth=_worth(run),
         )
     return run
+
+
+def _worth(run: JointRun) -> Worth | None:
+    """What the model is worth, for its card; None for images."""
+    ratio, on = run.against_dense(), run.measured_on
+    return None if ratio is None else Worth(math.exp(-run.chosen), ratio, f"{on.text} ({on.split})", on.tokens)
 
 
 def _plan(job: JointJob, lesson: Lesson) -> PruningPlan:

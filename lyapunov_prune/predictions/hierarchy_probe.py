@@ -8,7 +8,7 @@ import numpy as np
 
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+from lyapunov_prune.results.result import ROWS, MeasuredOn, ModelIdentity, Result
 from lyapunov_prune.results.wording import bars
 
 
@@ -92,6 +92,10 @@ class HierarchyProbe(Result):
         spaces = ["hidden", "logit", "probability"]
         kl = ["kl", "kl_estimate", "reverse_kl", "variance_bound", "range_bound", "within"]
         return self.by_layer()[["layer", "what", *spaces, *(f"{name}_estimate" for name in spaces), *kl]]
+
+    def brief(self) -> pd.DataFrame:
+        """The changes that move the prediction most, the largest KL first."""
+        return self.summary().sort_values("kl", ascending=False, kind="stable").head(ROWS)
 
     def answer(self) -> list[str]:
         """Which layer moves the prediction most and least, what the way to it does to a change, and the bounds."""

@@ -30,7 +30,7 @@ class LayersGone:
 
     def fitted(self, model: ModelIdentity) -> Self:
         """The same with ascending layers; raises LyapunovPruneError unless `model` has all that is named, each once."""
-        return replace(self, remove=each_once("plan, remove", self.remove, model.num_layers))
+        return replace(self, remove=each_once("layers to remove", self.remove, model.num_layers))
 
     @property
     def touched(self) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ class ExpertsGone(LayersGone):
     remedy: ClassVar[str] = "keep all experts, and remove whole layers alone"
 
     def fitted(self, model: ModelIdentity) -> Self:
-        each_once("plan, experts", tuple(self.experts), model.num_layers)
+        each_once("layers that lose experts", tuple(self.experts), model.num_layers)
         counts = set(map(len, self.experts.values()))
         bad = (i for i, gone in self.experts.items() if any(a >= b for a, b in pairwise((-1, *gone))))
         twice, wrong = next(iter(self.experts.keys() & {*self.remove}), None), next(bad, None)
@@ -234,8 +234,8 @@ class PartsGone(LayersGone):
     remedy: ClassVar[str] = "keep those parts, and remove whole layers alone"
 
     def fitted(self, model: ModelIdentity) -> Self:
-        attention = each_once("plan, attention", self.attention, model.num_layers)
-        activation = each_once("plan, activation", self.activation, model.num_layers)
+        attention = each_once("layers that lose their attention", self.attention, model.num_layers)
+        activation = each_once("layers that lose their activation", self.activation, model.num_layers)
         if twice := sorted(set(self.remove) & {*self.attention, *self.activation}):
             raise LyapunovPruneError(f"layer {twice[0]} goes whole, and a part of it too; name it once")
         if bool(self.activation) != (self.reduction is not None) or self.reduction not in (None, *REDUCTIONS):

@@ -18,7 +18,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.counts import nothing_within, require_count
 from lyapunov_prune.ranking.ranking import LayerRanking
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.result import ROWS, MeasuredOn, Result
 
 # Sets measured at once, sharing the dense logits; sets beyond the budget are wasted work.
 _TOGETHER = 4
@@ -71,6 +71,10 @@ class BudgetedRemoval(Result):
         if self.predicted is not None:
             columns["predicted"] = self.predicted
         return pd.DataFrame({**columns, "kl": self.kl, "flipped": self.flipped, "within": self.kl <= self.max_kl})
+
+    def brief(self) -> pd.DataFrame:
+        """The last rows: those beside the budget."""
+        return self.to_frame().tail(ROWS)
 
     @property
     def parts(self) -> str:

@@ -40,13 +40,16 @@ def require_fitting(fits: bool, what: str) -> None:
 
 
 def each_once(name: str, layers: Sequence[int], count: int) -> tuple[int, ...]:
-    """`layers` ascending; raises LyapunovPruneError unless they are layers of a model of `count`, each once."""
+    """`layers`, which are those of `name`, ascending.
+
+    Raises LyapunovPruneError unless they are layers of a model of `count`, each once.
+    """
     known, listed = range(count), list(layers)
     for i in listed:
         if isinstance(i, bool | float) or i not in known:
-            raise LyapunovPruneError(f"{name}: layer {i} of {listed} is not there; name layers from 0 to {count - 1}")
+            raise LyapunovPruneError(f"{name}: there is no layer {i}; the {count} layers are 0 to {count - 1}")
         if listed.count(i) > 1:
-            raise LyapunovPruneError(f"{name}: layer {i} of {listed} is there twice; name each once")
+            raise LyapunovPruneError(f"{name}: layer {i} is named {listed.count(i)} times; name each once")
     return tuple(sorted(int(i) for i in layers))
 
 

@@ -22,7 +22,10 @@ _NOTE = "_lyapunov_prune_history"  # a plain attribute of the model: a deep copy
 
 @dataclass(frozen=True)
 class Step:
-    """`prune`, `compress`, `heal` or `export` of the model `source`, with the texts that it `saw`."""
+    """`prune`, `compress`, `heal`, `export` or `shrink` of the model `source`, with the texts that it `saw`.
+
+    `shrink` is that of --size; with --remove it is `prune` and `heal`.
+    """
 
     kind: str
     source: str

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lyapunov_prune.errors import printable
 from lyapunov_prune.results.wording import between
 
 GOOD, COSTLY = 1.1, 2.0  # times the perplexity of the dense model, at the most
@@ -25,6 +26,10 @@ class Ratio(NamedTuple):
 
     def told(self) -> str:
         return f"perplexity × {self.value:.4g} ({between(self.low, self.high, 4)})"
+
+    def on(self, text: str, tokens: int) -> str:
+        """A sentence for the description of a file."""
+        return printable(f"P{self.told()[1:]} of the dense model's, on {tokens:,} tokens of {text}.")
 
     def means(self) -> str:
         """What the interval means, judged by its upper end."""

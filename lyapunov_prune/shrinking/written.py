@@ -66,7 +66,8 @@ def write_shrunk_gguf(
         plan.model.name, plan.kept, plan, gate, versions(), (), "gguf", choice.report, report.commands, report.alone
     )
     original = original_of(wrap(request.model), plan)
-    save_changed(target, original, wrap(smaller, request.tokenizer), made)
+    dense_score, score = report.evaluation.perplexities
+    save_changed(target, original, wrap(smaller, request.tokenizer), made, score.worth(dense_score))
     return sum(part.stat().st_size for part in original.header.parts), target.stat().st_size
 
 

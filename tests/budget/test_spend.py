@@ -15,6 +15,7 @@ from gguf import LlamaFileType
 from helpers import VOCABULARY, make_mixture, make_tiny, make_tokenizer
 from transformers import PreTrainedModel
 
+import lyapunov_prune as lp
 from lyapunov_prune.budget import cost
 from lyapunov_prune.budget.fisher import fisher, matrices_of
 from lyapunov_prune.budget.size import bytes_for
@@ -32,6 +33,7 @@ from lyapunov_prune.models.ggml import Kind
 from lyapunov_prune.models.gguf import read_gguf
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_tensors import BlockType
+from lyapunov_prune.results.history import history_of
 
 PROBED = ("model.embed_tokens.weight", "model.layers.2.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight")
 ENGINES = pytest.mark.skipif(not installed(), reason="xllamacpp is not installed")
@@ -47,6 +49,11 @@ def tiny(**changes: object) -> PreTrainedModel:
 def text(name: str, windows: int = 4, context: int = 32) -> TokenBatch:
     ids = torch.randint(len(VOCABULARY), (windows, context), generator=torch.Generator().manual_seed(len(name)))
     return TokenBatch(ids, name, "all", False)
+
+
+def texts(batch: int = 4, judge: int = 8, check: int = 4) -> dict[str, TokenBatch]:
+    """Three texts of so many windows."""
+    return {"batch": text("a", batch), "judge": text("of b", judge), "check": text("for c", check)}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -103,10 +110,7 @@ def test_without_a_size_the_smallest_that_costs_little_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llama_cpp, "installed", lambda: False)
-    texts = {"batch": text("a"), "judge": text("of b", windows=8)}
-    with pytest.raises(LyapunovPruneError):
-        spend(tiny(), make_tokenizer(), None, tmp_path / "x.gguf", **texts)
-    found = spend(tiny(), make_tokenizer(), None, tmp_path / "x.gguf", **texts, check=text("for c"))
+    found = spend(tiny(), make_tokenizer(), None, tmp_path / "x.gguf", **texts())
     assert found.tried is not None
     assert found.tried.taken is not None
     assert found.wanted == found.tried.names[found.tried.taken]
@@ -116,7 +120,7 @@ def test_without_a_size_the_smallest_that_costs_little_is_written(
     assert Spent.load(found.save(tmp_path / "x.json")).wanted == found.wanted
     monkeypatch.setattr("lyapunov_prune.evaluation.sizes.GOOD", 0.5)
     with pytest.raises(CheckFailed):
-        spend(tiny(), make_tokenizer(), None, tmp_path / "y.gguf", **texts, check=text("for c"))
+        spend(tiny(), make_tokenizer(), None, tmp_path / "y.gguf", **texts())
     assert not (tmp_path / "y.gguf").exists()
 
 
@@ -127,7 +131,7 @@ def test_a_file_of_the_size_loads_and_costs_what_is_predicted(tmp_path: Path, mo
     before = {name: p.clone() for name, p in model.state_dict().items()}
     copied = Mock(wraps=copy.deepcopy)
     monkeypatch.setattr(copy, "deepcopy", copied)
-    found = spend(model, make_tokenizer(), "6bpw", target, batch=text("a"), judge=text("of b", windows=8))
+    found = spend(model, make_tokenizer(), "6bpw", target, **texts())
     assert sum(call.args[0] is model for call in copied.mock_calls) == 1
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
     assert 5.5 < found.bits <= 6
@@ -136,6 +140,13 @@ def test_a_file_of_the_size_loads_and_costs_what_is_predicted(tmp_path: Path, mo
     written = {t.quantisation: t.size for t in header.tensors}
     assert written.keys() - {"F32"} == set(found.types)
     there = read_gguf(target, {"dtype": torch.float32, "device_map": "cpu"}).model
+    (step,) = history_of(there).steps
+    assert (step.kind, {seen.text for seen in step.saw}) == ("shrink", {"a", "for c"})  # the judge is unseen
+    assert header.read("general.description") == found.against_dense().on("of b", 256)
+    why = lp.explain(model, there, text("of b", windows=8))
+    good, bad = (replace(why, rise=np.full(8, rise), file_size=10**5).following().split() for rise in (0.01, 1.0))
+    assert (good[0], bad[0]) == ("eval", "shrink")
+    assert float(bad[bad.index("--size") + 1][:-2]) == pytest.approx(0.1 + model.num_parameters() / 8e6, rel=1e-3)
     with torch.no_grad():
         ids = text("of b", windows=8).ids
         p, q = (m(ids).logits[:, :-1].double().log_softmax(-1) for m in (model, there))
@@ -153,7 +164,7 @@ def test_a_file_of_the_size_loads_and_costs_what_is_predicted(tmp_path: Path, mo
     assert header.read("general.file_type") == next(kinds[name] for name in sorted(kinds) if name.startswith(most))
     assert Spent.load(found.save(tmp_path / "size.json")).types == found.types
     size = f"{target.stat().st_size / 1e3:.1f}KB"
-    again = spend(model, make_tokenizer(), size, tmp_path / "y.gguf", batch=text("a"), judge=text("of b", windows=8))
+    again = spend(model, make_tokenizer(), size, tmp_path / "y.gguf", **texts())
     assert (tmp_path / "y.gguf").stat().st_size <= float(size[:-2]) * 1e3
     assert again.bits == pytest.approx(found.bits, rel=0.1)
 
@@ -182,8 +193,8 @@ def test_experts_of_one_tensor_get_one_type_by_the_sum_of_their_costs(
     for e in range(8):
         alone = rounded(W[e], BlockType(Kind.Q4_0, found.importance[e]))
         assert np.array_equal(alone - W[e], moved[e])
-    few, many = tmp_path / "x.gguf", text("a", windows=24)
-    made = spend(model, make_tokenizer(), "6bpw", few, batch=many, judge=text("of b", windows=24))
+    few = tmp_path / "x.gguf"
+    made = spend(model, make_tokenizer(), "6bpw", few, **texts(24, 24))
     assert made.bits <= 6
     assert made.predicted == pytest.approx(made.measured.change, rel=0.3)
     written = {t.name: t.quantisation for t in read_header(few).tensors}
@@ -203,12 +214,11 @@ def test_a_cost_that_is_wrong_is_measured_and_the_types_chosen_again(
     made = {}
     for name, found in {"right": right, "planted": planted}.items():
         monkeypatch.setattr(import_module(spend.__module__), "costs", lambda *args, found=found, **options: iter(found))
-        batch, judge = text("a", windows=24), text("of b", windows=24)
-        made[name] = spend(model, make_tokenizer(), "6bpw", tmp_path / f"{name}.gguf", batch=batch, judge=judge)
+        made[name] = spend(model, make_tokenizer(), "6bpw", tmp_path / f"{name}.gguf", **texts(24, 24, 12))
     assert not made["right"].alone
     assert len(made["right"].kl) == 24
     assert wrong in made["planted"].alone
-    assert len(made["planted"].kl) == 12
+    assert len(made["planted"].kl) == 24
     kl = {name: each.measured.change for name, each in made.items()}
     assert kl["planted"] == pytest.approx(kl["right"], rel=0.3)
     assert made["planted"].predicted == pytest.approx(kl["planted"], rel=0.3)
@@ -223,9 +233,7 @@ def test_rounded_twice_is_what_came_in_few_bits_and_moves(tmp_path: Path, monkey
         write_gguf(tiny(), make_tokenizer(), file, kind)
         model = wrap(read_gguf(file, {"dtype": torch.float32, "device_map": "cpu"}).model)
         model.model.config._name_or_path = str(file)
-        found = spend(
-            model, make_tokenizer(), "6bpw", tmp_path / f"{kind}-6.gguf", batch=text("a"), judge=text("of b", windows=8)
-        )
+        found = spend(model, make_tokenizer(), "6bpw", tmp_path / f"{kind}-6.gguf", **texts())
         assert found.rounded_before is twice
         assert any("rounded twice" in line for line in found.answer()) is twice
         kept = replace(found, cost=np.zeros_like(found.cost))
@@ -245,7 +253,7 @@ def test_sizes_in_bytes() -> None:
 
 def test_less_than_the_least_names_it(tmp_path: Path) -> None:
     with pytest.raises(LyapunovPruneError, match=r"4\.25 bits"):  # 64 and 96 columns take blocks of 32 only
-        spend(tiny(), make_tokenizer(), "3bpw", tmp_path / "x.gguf", batch=text("a"), judge=text("of b", windows=8))
+        spend(tiny(), make_tokenizer(), "3bpw", tmp_path / "x.gguf", **texts())
     assert not (tmp_path / "x.gguf").exists()
 
 

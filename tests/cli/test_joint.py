@@ -45,6 +45,9 @@ def test_a_checkpoint_with_its_decision_and_its_report(run: Callable[..., Done])
     result = JointRun.load("out/joint.json")
     assert sum(result.decision.chosen) == 2
     assert "Remove" in done.out
+    *_, concluded, following = done.out.splitlines()
+    assert concluded == result.conclusion() != ""
+    assert following.startswith("Next: lyapunov-prune eval out --against tiny")
     page = Path("out/report.html").read_text()
     for word in ("Joint removal", "Pairs of the budget", "Recovered points", "Importance within each type", "together"):
         assert word in page
@@ -55,6 +58,7 @@ def test_a_checkpoint_with_its_decision_and_its_report(run: Callable[..., Done])
         "The budget is 2 to remove. Of 3 pairs that meet it",
         "The choice is " + ("certain" if result.decision.certain else "not certain"),
         f"The noise is at most {result.decision.noise:.3g}",
+        "model-index:",
         f"not used above: {result.chosen:.4g}, dense {result.dense:.4g}",
         "    lyapunov-prune joint tiny --remove 2 --reduction affine -o OUT",
     ):

@@ -246,6 +246,7 @@ def test_a_layer_has_the_means_of_its_entries(ids: torch.Tensor) -> None:
         for error in ("weight_error", "output_error"):
             squares = [getattr(m, error) ** 2 for m in own]
             assert row[error] == pytest.approx((sum(squares) / len(squares)) ** 0.5)
+    assert report.brief()["output_error"].tolist() == sorted(frame["output_error"], reverse=True)
     whole = sum(m.rows * m.columns for m in matrices)
     assert report.zeros == pytest.approx(sum(m.zeros * m.rows * m.columns for m in matrices) / whole)
 

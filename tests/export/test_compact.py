@@ -314,10 +314,10 @@ NAN = torch.full((WIDTH, WIDTH), float("nan"))
     ("cuts", "message"),
     [
         (Cuts(), "nothing is removed"),
-        (Cuts((6,)), "attention: layer 6"),
+        (Cuts((6,)), "attention: there is no layer 6"),
         (Cuts((1, 1)), "name each once"),
-        (Cuts(merged={-1: (W, None)}), "block: layer -1"),
-        (Cuts((1,), remove=(6,)), "whole: layer 6"),
+        (Cuts(merged={-1: (W, None)}), "merged: there is no layer -1"),
+        (Cuts((1,), remove=(6,)), "remove: there is no layer 6"),
         (Cuts((1,), remove=(1,)), "layer 1 is removed as a whole"),
         (Cuts((1, 2, 3), remove=(0, 4, 5)), "no attention is left"),
         (Cuts((1,), hidden={2: HiddenMap(W, None)}), "layer 2 has a hidden map"),

@@ -105,7 +105,12 @@ def test_what_comes_out(family: str, options: dict[str, Any], tmp_path: Path) ->
     assert score(again, slices()[2]).value == pytest.approx(run.chosen, abs=1e-5)
     assert again.num_parameters() == run.parameters[1] < run.parameters[0] == model.num_parameters()
     assert run.size[1] < run.size[0]
-    assert JointRun.load(tmp_path / "out" / "joint.json").decision.chosen == run.decision.chosen
+    ratio = run.against_dense()
+    assert ratio is not None
+    assert ratio.value == pytest.approx(math.exp(run.dense - run.chosen))
+    assert ratio.low < ratio.value < ratio.high
+    loaded = JointRun.load(tmp_path / "out" / "joint.json")
+    assert (loaded.decision.chosen, loaded.against_dense()) == (run.decision.chosen, ratio)
     assert PruningPlan.load(tmp_path / "out" / "plan.json").gone.activation == run.plan.gone.activation
     seen = {on.text for step in read_history(tmp_path / "out").steps for on in step.saw}
     assert seen == {"learn", "select"}
@@ -127,6 +132,7 @@ def test_a_classifier_of_images(family: str, tmp_path: Path) -> None:
     run = removed(model, tmp_path, remove=3, slices=cut, recipe=recipe, importance="learned")
     assert run.importance.items == 48 * 4
     assert run.measured_on.images
+    assert run.against_dense() is None
     assert "top-1 accuracy" in run.headline()
     again = AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
     assert score(again, cut.final).value == pytest.approx(run.chosen)

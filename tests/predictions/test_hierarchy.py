@@ -41,6 +41,7 @@ from lyapunov_prune.predictions import hierarchy as module
 from lyapunov_prune.predictions import spaces as softmax_module
 from lyapunov_prune.predictions.hierarchy import ROUNDING, angle_bounds, probability_angle_bounds
 from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS
+from lyapunov_prune.results.result import ROWS
 
 STEPS, LAYER, T = 5, 2, 1.7
 # Where each model keeps its layers, its final norm, and the ends of both branches.
@@ -274,6 +275,7 @@ def test_frame_and_summary(prompts: torch.Tensor, llama: PreTrainedModel) -> Non
     assert summary.kl[9] == pytest.approx(found.kl[1, 4].mean())
     assert summary.within[9] == np.isfinite(found.variance_bound[1, 4]).mean()
     assert set(HIDDEN) < set(frame)
+    assert found.brief().kl.tolist() == sorted(summary.kl, reverse=True)[:ROWS]
 
 
 def test_what_cannot_be_probed_is_said(prompts: torch.Tensor, llama: PreTrainedModel) -> None:

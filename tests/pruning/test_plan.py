@@ -37,8 +37,8 @@ from lyapunov_prune.pruning.width import choose_channels
 @pytest.mark.parametrize(
     ("remove", "message"),
     [
-        ([LAYERS], "layer 6 of"),
-        ([-1], "layer -1 of"),
+        ([LAYERS], "no layer 6;"),
+        ([-1], "no layer -1;"),
         ([2, 2], "name each once"),
         ([], "removes no layer"),
         (list(range(LAYERS)), "keep at least one"),
@@ -126,7 +126,7 @@ def test_every_layer_goes_once(llama: PreTrainedModel, tmp_path: Path) -> None:
     [
         (PartsGone((1,), (1,)), "layer 1 goes whole"),
         (PartsGone((1,), (), (1,), "affine"), "layer 1 goes whole"),
-        (PartsGone((), (LAYERS,)), "layer 6 of"),
+        (PartsGone((), (LAYERS,)), "no layer 6;"),
         (PartsGone((), (2, 2)), "name each once"),
         (PartsGone((), (), (1, 1), "affine"), "name each once"),
         (PartsGone((), (True,)), "True"),
@@ -179,7 +179,7 @@ def test_a_sentence_says_what_goes(llama: PreTrainedModel) -> None:
         (ExpertsGone((0,), {0: (0,)}), "layer 0 is removed with its experts"),
         (ExpertsGone((), {}), "experts"),
         (ExpertsGone((), {1: ()}), "experts"),
-        (ExpertsGone((), {6: (1,)}), "layer 6 of"),
+        (ExpertsGone((), {6: (1,)}), "no layer 6;"),
         (ExpertsGone((), {0: (0,)}, np.zeros(5)), "routed: 5 numbers"),
         (ExpertsGone((), {0: (0,)}, np.full(6, 2.0)), "routed: 2"),
     ],

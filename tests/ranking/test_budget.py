@@ -99,11 +99,15 @@ def test_the_prediction_is_the_sum_of_the_scores(
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
 @pytest.mark.parametrize("what", ["attention", "mlp"])
-def test_parts_of_layers_cost_what_the_pruned_model_costs(family: str, what: str, ids: torch.Tensor) -> None:
+def test_parts_of_layers_cost_what_the_pruned_model_costs(
+    family: str, what: str, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_tiny(family)
     ranking = rank_by_divergence(sublayer_divergence(model, ids, what))
     found = remove_under_budget(model, ids, ranking, 1e9, batch_size=2)
     assert found.within == LAYERS  # every layer stays
+    monkeypatch.setattr(module, "ROWS", 2)  # shown are those beside the budget
+    assert found.brief().removed.tolist() == [LAYERS - 1, LAYERS]
     twin, wanted = copy.deepcopy(model).double(), []
     for n in range(1, LAYERS + 1):
         gone = ranking.order[:n]

@@ -173,15 +173,15 @@ def _write(
     from lyapunov_prune.models.decoder import wrap
     from lyapunov_prune.pruning.provenance import PROVENANCE
 
+    held = done.report.held_out
+    worth = None if held is None else held.after.worth(held.teacher)
     if original is not None:
-        save_changed(output, original, wrap(done.model, loaded.tokenizer), provenance)
+        save_changed(output, original, wrap(done.model, loaded.tokenizer), provenance, worth)
         return done.report.save(begun_run(None, model, REPORT) / REPORT)
     results: dict[str, Result] = {REPORT: done.report}
     if provenance is not None:
         results[PROVENANCE] = provenance
     title = f"{Path(model).name}, healed"
-    held = done.report.held_out
-    worth = None if held is None else held.after.worth(held.teacher)
     write_model(done.model, loaded.tokenizer, output, results, title, done.report.about(), KEPT, worth)
     return output / REPORT
 

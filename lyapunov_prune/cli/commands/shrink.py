@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.shrinking.texts import Texts
 
-_TEXT = TextOptions("builtin", 24 * 256, 256)  # of the gradients for --size, where no option says another
+# For --size, where no option says another: of three windows two are for the gradients, and one decides.
+_TEXT = TextOptions("builtin", 36 * 256, 256)
 _ON_DISK = (
     "remove layers without healing: rank --device disk --criterion angular --remove N, then prune --device disk --plan "
     "FILE"
@@ -156,6 +157,7 @@ def _write_sized(model: str, size: str | None, inputs: Inputs, output: Path, giv
     """Write the best GGUF file of `model` of this size; without one, of the smallest that costs little."""
     from lyapunov_prune.budget.spend import spend
     from lyapunov_prune.budget.spent import REPORT
+    from lyapunov_prune.evaluation.judging import POWER, require_windows
     from lyapunov_prune.export.gguf import require_file
 
     inputs.require_loaded("choosing a type for every matrix", one_place=True)
@@ -166,16 +168,12 @@ def _write_sized(model: str, size: str | None, inputs: Inputs, output: Path, giv
     require_file(output)
     run = begun_run(None, model, REPORT)
     unsaid = {field.name: getattr(_TEXT, field.name) for field in fields(_TEXT) if field.name not in given}
-    if size is None:
-        unsaid |= {"tokens": 3 * _TEXT.tokens // 2} if "tokens" in unsaid else {}
     inputs = replace(inputs, **unsaid)
     loaded, batch = load_inputs(model, inputs)
+    require_windows(batch, 3 * POWER)
     judging = replace(inputs, tokens=_JUDGED, context=loaded.structure.at_most(512))
-    judge = judging.batch(loaded, "evaluation")
-    check = None
-    if size is None:  # a third of the windows decides
-        at = len(batch) - len(batch) // 3
-        check, batch = batch.take(range(at, len(batch))), batch.take(range(at))
+    judge, at = judging.batch(loaded, "evaluation"), len(batch) - len(batch) // 3
+    batch, check = batch.take(range(at)), batch.take(range(at, len(batch)))
     done = spend(loaded, loaded.tokenizer, size, output, batch=batch, judge=judge, check=check)
     done.save(run / REPORT)
     show(done, output, kept=run / REPORT)
