@@ -29,6 +29,7 @@ _CONFIG = "copy config.json from the original checkpoint, or correct the setting
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ENDING = re.compile(r"\.(weight|bias|scale|input_scale)$")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "expert_count")
+_MOST = 2**12  # layers or experts that are counted: a config may ask for more than any memory holds
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -218,10 +219,11 @@ def experts(file: Looked) -> Iterator[Finding]:
             counts.setdefault(part.layer, set()).add(int(match[1]))
     told = file.stored.setting(*_EXPERT_COUNTS)
     wanted = max([told if type(told) is int else 0, *map(len, counts.values())])
-    odd = {layer: lost for layer, held in counts.items() if (lost := set(range(wanted)) - held)}
+    odd = {layer: held for layer, held in counts.items() if len(held) < wanted}
     if odd:
-        layer, lost = next(iter(odd.items()))
+        layer, held = next(iter(odd.items()))
         where = "" if len(odd) == 1 else f", and {len(odd) - 1} more layers lack some"
+        lost = set(range(min(wanted, _MOST))) - held
         said = f"Layer {layer} lacks experts {ranges(lost)} of {wanted}{where}."
         cause = "a shard that was left out, or experts that were removed without the config"
         yield Finding("experts", (), said, "certain", cause, AGAIN)
@@ -281,8 +283,8 @@ def _denied(header: Header, shapes: dict[str, tuple[int, ...]]) -> Iterator[tupl
         found.setdefault(re.sub(r"^blk\.\d+\.", "", tensor), []).append((tensor, shape))
     count, heads = told("block_count"), told("attention.head_count")
     layers = {int(match[1]) for tensor in shapes if (match := re.match(r"blk\.(\d+)\.", tensor))}
-    if count is None or layers != set(range(count)):
-        lost = sorted(set(range(count or 0)) - layers)
+    if count is None or len(layers) != count or layers != set(range(count)):
+        lost = sorted(set(range(min(count or 0, _MOST))) - layers)
         held = f"{len(layers)} layers" + (f", without {ranges(lost)}" if lost else "")
         yield f"{name}.block_count", count, held, min(shapes)
     width, latent = told("embedding_length"), told("attention.kv_lora_rank")

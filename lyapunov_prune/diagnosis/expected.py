@@ -21,6 +21,7 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.models.weight_files import targets_of
 from lyapunov_prune.models.wrappers import auto_class
 
+_WIDEST = 2**20  # of a norm that is tried
 _UNKNOWN = "Unrecognized configuration class"  # transformers, of one without a class that generates
 
 
@@ -85,6 +86,8 @@ def _norms(model: Any) -> Iterable[tuple[str, bool]]:
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if "Norm" not in type(module).__name__ or not isinstance(weight, torch.Tensor) or weight.ndim != 1:
+            continue
+        if len(weight) > _WIDEST:  # a config that asks for more than any model has
             continue
         if type(module) not in known:
             known[type(module)] = None

@@ -117,7 +117,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     named = config.architectures
     text = config.get_text_config(decoder=True)
-    layers = [count for name in LAYER_COUNTS if isinstance(count := getattr(text, name, None), int)]
+    parts = [config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))]
+    layers = [n for part in parts for name in LAYER_COUNTS if isinstance(n := getattr(part, name, None), int)]
     window = getattr(text, "sliding_window", None)
     wrong = {
         "architectures that are not a list of names": not fits(named, Sequence[str] | None),

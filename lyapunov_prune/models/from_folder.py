@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import is_compact
@@ -34,7 +41,7 @@ from lyapunov_prune.models.quantised import (
 from lyapunov_prune.models.settings import unknown_layer_numbers, unknown_settings
 from lyapunov_prune.models.structure import Structure, find_layers, find_structure
 from lyapunov_prune.models.tokenizers import require_bounded, require_bounded_file
-from lyapunov_prune.models.weight_files import stored_names, targets_of, weight_files
+from lyapunov_prune.models.weight_files import numbers_held, stored_names, targets_of, weight_files
 from lyapunov_prune.models.wrappers import auto_class
 from lyapunov_prune.progress import warn
 from lyapunov_prune.results.history import keep_history, read_history
@@ -45,6 +52,7 @@ _PLAIN_OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden
 # Every tokenizer has one of these files, unless its vocabulary is code.
 _TOKENIZER = ("token*", "vocab*", "*.model", "tekken.json", "*.tiktoken")
 _SETTINGS = "tokenizer_config.json"
+_SPARE = 2**26  # numbers beyond those in the files that a model may have, such as tables of positions
 
 
 def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = False) -> Decoder:
@@ -77,6 +85,8 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
         wanted = "a causal decoder" if auto is AutoModelForCausalLM else "the text model alone (export --text-only)"
         if text_only:
             wanted = "the whole model (leave out text_only)"
+        files = weight_files(folder, getattr(config, "transformers_weights", None))
+        require_held(auto, config, numbers_held(files), folder)
         loaded = load_whole(folder, folder, {}, options | {"use_safetensors": True}, auto, wanted)
     if packed and is_unpacked(config):  # transformers drops it, but it marks models whose weights must not be changed
         loaded.model.config.quantization_config = config.quantization_config
@@ -96,6 +106,22 @@ def load_whole(
     """Model and tokenizer; refused if any weight would have to be initialised. `wanted` names the remedy."""
     model = load_weights(auto, where, folder, source | LOCAL | options, wanted)
     return Decoder(model.eval(), find_structure(model), _load_tokenizer(where, folder, source))
+
+
+def require_held(auto: Any, config: PreTrainedConfig, held: int, where: Path) -> None:
+    """Raise LyapunovPruneError if the config makes far more numbers than the `held` ones in the files of `where`.
+
+    transformers would allocate them before it tells that they are missing. What differs by less is told by loading.
+    """
+    with loading_errors(where), quiet(), torch.device("meta"):
+        made: Any = auto.from_config(config)
+    tensors = [*made.parameters(), *made.buffers()]
+    if sum(tensor.numel() for tensor in tensors) > 2 * held + _SPARE:
+        largest = " × ".join(map(str, max(tensors, key=torch.Tensor.numel).shape))
+        raise LyapunovPruneError(
+            f"the config of {where} makes a model with a tensor of {largest}, and the files hold {held:,} numbers; "
+            f"lyapunov-prune check {where} lists what is wrong"
+        )
 
 
 def load_bare(folder: Path) -> Decoder:

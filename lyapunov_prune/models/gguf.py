@@ -7,19 +7,20 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.models.cache import BUILTIN, BUILTIN_VERSION, PLACE, CacheEntry, builtin_place
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.folder import loading_errors, require_no_adapter_config
-from lyapunov_prune.models.from_folder import LOCAL, load_folder, load_whole, quiet
+from lyapunov_prune.models.from_folder import LOCAL, load_folder, load_whole, quiet, require_held
 from lyapunov_prune.models.gguf_copy import pieces_of, write_pieces
 from lyapunov_prune.models.gguf_header import Header, read_header
 from lyapunov_prune.models.gguf_settings import read_settings, require_used
@@ -130,6 +131,7 @@ def _reread(dense: Decoder, read: Callable[[Path], Decoder]) -> Decoder:
 def _dequantise(path: Path) -> Decoder:
     """The model in a GGUF file in float32; dequantising in a narrower dtype would round more than once."""
     header = read_header(path)
+    _ = header.layers  # a count that the tensors deny is refused before transformers makes a setting for each
     with _temporary_folder() as nothing:
         # In an empty folder, because transformers would take the tokenizer of whatever lies beside the file; by an
         # absolute path, because it would prefer a file of the same name in the current folder.
@@ -137,6 +139,7 @@ def _dequantise(path: Path) -> Decoder:
         with loading_errors(path), quiet():
             config = AutoConfig.from_pretrained(nothing, **source | LOCAL)
         read_settings(header, config)
+        require_held(AutoModelForCausalLM, config, sum(prod(tensor.dims) for tensor in header.tensors), path)
         loaded = load_whole(path, nothing, source, {"dtype": torch.float32, "device_map": "cpu", "config": config})
     require_used(header, loaded.model)
     keep_history(loaded.model, stored_history(header))

@@ -243,6 +243,8 @@ def _scaling(
     kind = told.get("rope.scaling.type", "linear") if factor != 1 else "none"
     values = {name: [shortest(value) for value in _numbers(tensor)] for name, tensor in factors.items()}
     if _FREQUENCIES in values:
+        if head_size(config) != 2 * len(values[_FREQUENCIES]):  # a header may ask for more than any memory holds
+            raise _refusal(header, f"heads of {head_size(config)}", f"{len(values[_FREQUENCIES])} frequencies")
         return _by_factors(config, rope, values[_FREQUENCIES])
     if values:
         parts = {"short_factor": values[_SHORT], "long_factor": values[_LONG]}

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lyapunov_prune.models.structure import Structure
 
 BUFFER = 2**18  # fits into the CPU cache: with 1 MB a copy takes at least twice as long
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
+_PACKED = {"I32": 16, "U8": 4, "I8": 4}  # the most weights in one integer of these
 _OF_A_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
 
 
@@ -102,6 +104,17 @@ def stored_names(folder: Path, named: str | None) -> set[str]:
     return names
 
 
+def numbers_held(files: Iterable[Path]) -> int:
+    """The most numbers that the tensors of these files can hold: integers may be packed ones of 2 bits."""
+    held = 0
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                part = file.get_slice(key)
+                held += prod(part.get_shape()) * _PACKED.get(part.get_dtype(), 1)
+    return held
+
+
 def read_parts(path: Path, start: int, size: int) -> Iterator[memoryview]:
     """The `size` bytes from `start` of the file at `path`, in parts that reuse one buffer.
 
@@ -128,7 +141,7 @@ def fill(memory: memoryview, file: FileIO) -> None:
 
 def require_every_layer(where: Path, layers: Any, found: Collection[int | None]) -> None:
     """Raise LyapunovPruneError unless tensors of all of the `layers` (a number) are `found` in the checkpoint."""
-    if not isinstance(layers, int) or set(found) != set(range(layers)):
+    if not isinstance(layers, int) or len(set(found)) != layers or set(found) != set(range(layers)):
         raise LyapunovPruneError(
             f"{where} says that it has {layers} layers and holds tensors of {len(found)}; lyapunov-prune check {where} "
             "lists what is wrong"

@@ -267,6 +267,18 @@ def test_an_expert_that_is_missing(tokenizer: PreTrainedTokenizerFast, tmp_path:
     saved(make_mixture("qwen3_moe", vocab_size=260), tokenizer, tmp_path)
     changed(tmp_path, lambda state: [state.pop(name) for name in list(state) if "layers.1.mlp.experts.3." in name])
     assert "experts" in kinds(tmp_path)
+    edit_json(tmp_path / "config.json", num_local_experts=2**31 - 1, num_experts=2**31 - 1)
+    assert "experts" in kinds(tmp_path)
+
+
+def test_a_config_of_sizes_that_no_memory_holds_allocates_none(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled: list[torch.nn.Module] = []
+    monkeypatch.setattr(torch.nn.Module, "to_empty", lambda self, **options: filled.append(self))
+    edit_json(checkpoint / "config.json", hidden_size=2**24)
+    assert {"shape", "config"} & kinds(checkpoint)
+    assert not filled
 
 
 # GGUF files.
@@ -320,6 +332,7 @@ def test_blocks_of_a_gguf_file(change: Callable[[np.ndarray], Any], kind: str, g
         ({"feed_forward_length": 40}, "feed_forward_length"),
         ({"attention.head_count_kv": 4}, "head_count_kv"),
         ({"block_count": 7}, "block_count"),
+        ({"block_count": 2**31 - 1}, "block_count"),
         ({"rope.dimension_count": 64}, "rope.dimension_count"),
         ({"attention.sliding_window_pattern": [1] * 7}, "sliding_window_pattern"),
     ],

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models import from_folder
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.plain import quantisation
 
@@ -268,6 +269,16 @@ def test_a_config_that_names_weights_twice_is_refused(checkpoint: Path) -> None:
     config.text_config.transformers_weights = "x.safetensors"
     config.to_json_file(checkpoint / "config.json")
     with pytest.raises(LyapunovPruneError, match=r"None and x\.safetensors"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("setting", ["hidden_size", "intermediate_size", "vocab_size", "num_key_value_heads"])
+def test_a_config_of_sizes_that_no_memory_holds_is_refused_before_they_are_allocated(
+    setting: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit_json(checkpoint / "config.json", **{setting: 2**24})
+    monkeypatch.setattr(from_folder, "load_weights", None)
+    with pytest.raises(LyapunovPruneError):
         load(checkpoint)
 
 

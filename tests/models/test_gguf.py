@@ -56,6 +56,19 @@ def test_an_array_for_every_layer_and_one_more_is_a_setting_and_no_corrupt_file(
     assert "corrupt" not in str(refused.value)
 
 
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "feed_forward_length"])
+def test_a_header_of_sizes_that_no_memory_holds_is_refused_before_they_are_allocated(
+    key: str, reader: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(reader, tmp_path / "x.gguf")
+    data, name = path.read_bytes(), f"llama.{key}".encode()
+    at = data.index(name) + len(name) + 4  # behind the type of the value
+    path.write_bytes(data[:at] + (2**30).to_bytes(4, "little") + data[at + 4 :])
+    monkeypatch.setattr(gguf, "load_whole", None)
+    with pytest.raises(LyapunovPruneError):
+        load(path)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9, 0.9999])
 def test_a_truncated_gguf_file_is_refused(share: float, reader: PreTrainedModel, tmp_path: Path) -> None:
     path = write_gguf(reader, tmp_path / "x.gguf")
