@@ -22,7 +22,7 @@ from lyapunov_prune.cli.inputs import folder_name
 from lyapunov_prune.data.choices import ChoiceItem, tokenize
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.forward.branches import zero_outputs
-from lyapunov_prune.forward.sublayers import Kind, find_sublayers, named_branches
+from lyapunov_prune.forward.sublayers import Kind, find_sublayers
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.results.encoding import encode
@@ -90,9 +90,10 @@ def without_branches(
     """A copy of `model` in which these attentions and MLPs add nothing, because their output projections are zero."""
     made = copy.deepcopy(model)
     branches = find_sublayers(wrap(made), sorted({*attention, *mlp}))
-    for layer, kind, branch in named_branches(branches, attention, mlp):
-        if zero_outputs(branch) is None:
-            raise lp.LyapunovPruneError(f"the {kind} of layer {layer} ends in no matrix of its own; take other layers")
+    for layer, kind in [*((layer, "attention") for layer in attention), *((layer, "mlp") for layer in mlp)]:
+        branch = branches[layer].branches.get(kind)
+        if branch is None or zero_outputs(branch) is None:
+            raise lp.LyapunovPruneError(f"layer {layer} has no {kind} that ends in a matrix of its own; take others")
     return made
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Self
 
 from lyapunov_prune.cli import choices
-from lyapunov_prune.cli.options import ABOVE_ZERO, PROTECTED, layer_indices, one_of, what_option
+from lyapunov_prune.cli.options import PROTECTED, layer_indices, one_of, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.ranking import counts
 from lyapunov_prune.ranking.table import CRITERIA, default_criterion
@@ -45,15 +45,6 @@ What = Annotated[
         ),
     ),
 ]
-MaxKL = Annotated[
-    float | None,
-    ABOVE_ZERO,
-    what_option(
-        "--max-kl",
-        help="Instead of --remove: as many as possible with KL(dense ‖ pruned) on the text below this, in nats per "
-        "token.",
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -90,9 +81,3 @@ class RankOptions:
     def how(self) -> dict[str, Any]:
         """These options as arguments of `ranking.rank`."""
         return {"criterion": self.goes_by, "what": self.what, "protect": self.protected()}
-
-
-def require_divergence(what: str, given: Given) -> None:
-    """Raise LyapunovPruneError for a budget of divergence for parts that leave every layer alike."""
-    if what in ("width", "experts"):
-        given.refuse(f"applies to layers and attentions, not to --what {what}; give --remove", "max_kl")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.options import DISK, LAYERS, Inputs, Judge, TextOptions, counted, what_option
-from lyapunov_prune.cli.ranked import MaxKL, RankOptions, require_divergence
+from lyapunov_prune.cli.ranked import RankOptions
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.ranking.table import require_ranks
@@ -26,7 +26,6 @@ class AskedRemoval:
     remove: Annotated[
         float | None, what_option(help="Number or share of layers, channels, or experts per layer.", **counted)
     ] = None
-    max_kl: MaxKL = None
     layers: Annotated[str | None, LAYERS, what_option(help="The layers to remove, as 3,7 or 3-7 (counted from 0).")] = (
         None
     )
@@ -52,22 +51,21 @@ class RemovalOptions(RankOptions, AskedRemoval):  # in this order --help begins 
 
 def require_one_choice(removal: RemovalOptions, given: Given) -> None:
     """Raise LyapunovPruneError unless exactly one option says what is removed."""
-    ways = removal.remove, removal.max_kl, removal.layers, removal.plan_file
+    ways = removal.remove, removal.layers, removal.plan_file
     if sum(way is not None for way in ways) != 1:
-        raise LyapunovPruneError("give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four")
+        raise LyapunovPruneError("give --remove N, --layers 3,7 or --plan FILE, one of the three")
     if removal.plan_file is not None:
         given.refuse("has no effect, because the plan says what is removed; leave it out", "what")
 
 
 def settled(removal: RemovalOptions, given: Given) -> RemovalOptions:
     """`removal` with its criterion. Raises LyapunovPruneError for options that do not go together."""
-    what, remove, max_kl = removal.what, removal.remove, removal.max_kl
+    what, remove = removal.what, removal.remove
     if what in ("width", "experts"):
         given.refuse(f"names whole layers, and --what {what} removes other parts; give --remove or --plan", "layers")
-    require_divergence(what, given)
-    if remove is None and max_kl is None:
+    if remove is None:
         given.refuse_record(
-            "applies to layers that a criterion chooses; give --remove or --max-kl with it",
+            "applies to layers that a criterion chooses; give --remove with it",
             RankOptions,
             but="what",
             also="search",
@@ -79,7 +77,7 @@ def settled(removal: RemovalOptions, given: Given) -> RemovalOptions:
     else:
         removal = removal.settled(remove)
         removal.require(given, removal.search)
-    if what != "width" and (remove is not None or max_kl is not None):
+    if what != "width" and remove is not None:
         require_ranks(removal.goes_by, what, remove=remove)
     return removal
 
@@ -100,7 +98,7 @@ def require_files(removal: RemovalOptions, inputs: Inputs, why: str, packed: str
         f"needs {'plain weights' if packed else 'the model in memory'} ({why}); give --layers 3,7 instead, or a --plan "
         f"FILE from rank{'' if packed else f' --device {DISK}'}",
         *([] if measured else [*what, "remove"]),
-        *("max_kl", "mend", "judge", "dtype"),
+        *("mend", "judge", "dtype"),
     )
     if not measured:
         given.refuse_record(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -100,20 +100,6 @@ def mixes_tokens(branch: Branch) -> bool:
     other[..., -1, :] = branch.x[..., -1, :]
     before, after = branch(branch.x)[..., -1, :], branch(other)[..., -1, :]
     return bool((after - before).norm() > _MOVED * before.norm())
-
-
-def named_branches(
-    sublayers: Mapping[int, Sublayers], attention: tuple[int, ...], mlp: tuple[int, ...]
-) -> Iterator[tuple[int, str, Branch]]:
-    """The branches to leave out; raises LyapunovPruneError for a layer that lacks one."""
-    for kind, layers in zip(KINDS, (attention, mlp), strict=True):
-        for i in layers:
-            if kind not in sublayers[i].branches:
-                raise LyapunovPruneError(
-                    f"layer {i} {sublayers[i].lack}, and no {kind} to leave out; "
-                    "choose other layers, or remove it whole"
-                )
-            yield i, kind, sublayers[i].branches[kind]
 
 
 def silent(*branches: Branch) -> AbstractContextManager[None]:

@@ -7,8 +7,7 @@
 - `angular`, `oracle`, `best`: what the criteria of those names measure; `search`: how `best` searches,
   `candidates`: the sets that it tries first, `tried`: what it has tried;
 - `experts`: scores of the experts of every layer, and the plan that removes as many from each;
-- `stability`: how often a layer is picked when the windows are resampled, and ties;
-- `budget`: as many layers, attentions or MLPs as a divergence allows.
+- `stability`: how often a layer is picked when the windows are resampled, and ties.
 
 A new criterion is a file in `criteria` and a row in `table.CRITERIA`; docs/adding/criterion.md shows one.
 """

@@ -1,8 +1,6 @@
 from .angular import AngularDistance as AngularDistance
 from .angular import angular_distance as angular_distance
 from .best import best_removal as best_removal
-from .budget import BudgetedRemoval as BudgetedRemoval
-from .budget import remove_under_budget as remove_under_budget
 from .experts import ExpertRanking as ExpertRanking
 from .measured import rank_by_divergence as rank_by_divergence
 from .measured import rank_sublayers as rank_sublayers

@@ -7,13 +7,12 @@ from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDiverg
 from lyapunov_prune.profiles.influence import InfluenceProfile, SublayerInfluence
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.ranking.angular import AngularDistance
-from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.report.bounds import bounds_figures
 from lyapunov_prune.report.predictions import divergence_figure
 from lyapunov_prune.report.profiles import contraction_figure, influence_figure, sublayer_figure
-from lyapunov_prune.report.ranking import angular_figure, best_figure, budget_figure, oracle_figure
+from lyapunov_prune.report.ranking import angular_figure, best_figure, oracle_figure
 from lyapunov_prune.report.section import Section
 from lyapunov_prune.report.sensitivity import sensitivity_figures
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
@@ -71,15 +70,6 @@ LAYERS = (
         "The same with one kind of branch alone, which adds nothing to the residual stream: how far the probabilities "
         "of the next token move, and the estimate by which criterion kl ranks. Layers without such a branch have none.",
         lambda r: {"sublayer-divergence": divergence_figure(r)},
-    ),
-    Section(
-        "budget.json",
-        BudgetedRemoval,
-        "Layers within a budget of divergence",
-        "The first layers of a ranking removed together, more and more of them, until the probabilities of the next "
-        "token have moved further from the dense model's than the budget allows, on the text named below. The sum of "
-        "what the layers cost alone predicts it and bounds nothing.",
-        lambda r: {"budget": budget_figure(r)},
     ),
     Section(
         "oracle.json",

@@ -1,4 +1,4 @@
-"""Figures of removal: scores and the order that they give, searches, budgets, perplexity over layers removed."""
+"""Figures of removal: scores and the order that they give, searches."""
 
 from __future__ import annotations
 
@@ -10,28 +10,9 @@ from matplotlib.ticker import MaxNLocator
 
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.angular import AngularDistance
-from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, depth_axis, labelled, log_axis, one_panel, svg
-
-
-def budget_figure(spent: BudgetedRemoval) -> str:
-    """KL of the prediction without the first n layers, for criterion `kl` beside its prediction, and the budget."""
-    figure, axes = one_panel(6.5, 3.4)
-    removed = np.arange(1, len(spent.kl) + 1)
-    shown = [(spent.kl, "measured, removed together", "-o", COLOURS["rho"])]
-    if spent.predicted is not None:
-        shown.append((spent.predicted, "predicted: sum of the estimates", "--s", COLOURS["bi"]))
-    for values, label, style, colour in shown:
-        axes.plot(removed, values, style, markersize=4, linewidth=0.9, color=colour, label=label)
-    if np.isfinite(spent.max_kl):
-        axes.axhline(spent.max_kl, color=GREY, linewidth=0.8, label=f"budget, {spent.max_kl:g}")
-    log_axis(axes)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return labelled(
-        figure, axes, f"{spent.parts} removed, by {spent.ranking.criterion}", "KL(dense ‖ pruned), nats a token"
-    )
 
 
 def oracle_figure(search: GreedyRemoval) -> str:

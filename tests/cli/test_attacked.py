@@ -41,7 +41,7 @@ COMMANDS = {
     "profile --device disk": ("profile", "tiny", "--device", "disk", "--seeds", "1", *MEASURED),
     "rank best": ("rank", "tiny", "--criterion", "best", "--remove", "1", *MEASURED),
     "rank --device disk": ("rank", "tiny", "--device", "disk", "--criterion", "bi", "--remove", "1", *MEASURED),
-    "rank --max-kl": ("rank", "tiny", "--what", "attention", "--criterion", "kl", "--max-kl", "0.1", *MEASURED),
+    "rank attention": ("rank", "tiny", "--what", "attention", "--criterion", "kl", "--remove", "1", *MEASURED),
     "prune": (*PRUNE, "--remove", "1"),
     "prune --mend": (*PRUNE, "--remove", "1", "--mend", "--tokens", "256"),
     "prune --device disk": ("prune", "tiny", "--layers", "1", "--device", "disk"),

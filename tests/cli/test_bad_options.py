@@ -70,7 +70,7 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
         (["--layers", "a,b"], "--layers 'a,b'"),
         (["--layers", ""], "is not a list of layers"),
         ([], "--layers 3,7 or --plan FILE"),
-        (["--remove", "1", "--layers", "1"], "one of the four"),
+        (["--remove", "1", "--layers", "1"], "one of the three"),
         (["--remove", "1", "--criterion", "good"], "'good' is not one of"),
         (["--remove", "100%"], "a share below 100%"),
         (["--remove", "0%"], "a share below 100%"),
@@ -78,7 +78,6 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
         (["--remove", "2.5"], "'2.5' is neither a number"),
         (["--remove", "1", "--criterion", "bi", "--search", "9"], "--search has no effect on --criterion bi"),
         (["--layers", "2", "--judge", "builtin"], "--judge names"),
-        (["--max-kl", "1", "--criterion", "best"], "best searches among sets"),
         (
             ["--remove", "1", "--criterion", "best", "--what", "attention"],
             "best is defined for whole layers",

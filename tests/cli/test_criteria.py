@@ -11,7 +11,6 @@ from helpers import QUICK, TEXT, Done
 
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
-from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.tried import BestRemoval
 
 
@@ -91,31 +90,3 @@ def test_a_run_of_layers_goes_as_one(run: Any) -> None:
     assert run("prune", "tiny", "--criterion", "angular", "--remove", "2", "-o", "out", *TEXT).code == 0
     assert Provenance.load("out/provenance.json").plan.remove == plan.remove
     assert "give --remove N" in run("rank", "tiny", "--criterion", "angular", *TEXT).err
-
-
-def test_the_budget_of_divergence_says_how_many_layers_go(run: Any) -> None:
-    kl = ("tiny", "--criterion", "kl", *TEXT)
-    assert run("rank", *kl, "--max-kl", "1000").code == 0
-    assert len(PruningPlan.load("runs/tiny/plan.json").remove) == 5  # one layer stays
-    assert "allow that or more" in run("rank", *kl, "--max-kl", "1e-9").err
-    spent = BudgetedRemoval.load("runs/tiny/budget.json")
-    assert run("prune", *kl, "--max-kl", str(spent.kl[0]), "-o", "out").code == 0
-    assert Provenance.load("out/provenance.json").plan.remove == spent.ranking.order[:1]
-    assert run("rank", "tiny", "--criterion", "bi", *TEXT, "--max-kl", "1000").code == 0
-    assert "--remove cannot be combined with --max-kl" in run("rank", *kl, "--max-kl", "1", "--remove", "2").err
-    assert "--max-kl is 0" in run("prune", *kl, "--max-kl", "0", "-o", "no").err
-    assert "give --remove N" in run("rank", "tiny", "--criterion", "oracle", "--max-kl", "1", *TEXT).err
-
-
-def test_the_budget_of_divergence_is_spent_on_parts_of_layers_too(run: Any) -> None:
-    bi = ("tiny", "--criterion", "bi", "--what", "attention", *TEXT)
-    assert run("rank", *bi, "--max-kl", "1000").code == 0
-    assert len(PruningPlan.load("runs/tiny/plan.json").gone.attention) == 6  # every layer stays
-    spent = BudgetedRemoval.load("runs/tiny/budget.json")
-    assert run("prune", *bi, "--max-kl", str(spent.kl[0]), "-o", "out").code == 0
-    assert Provenance.load("out/provenance.json").plan.gone.attention == spent.ranking.order[:1]
-    assert "orders activations" in run("prune", *bi[:3], "--what", "activation", "--max-kl", "1", "-o", "no").err
-    assert (
-        "blend is defined for whole layers"
-        in run("prune", "tiny", "--criterion", "blend", "--what", "attention", "--max-kl", "1", "-o", "no").err
-    )

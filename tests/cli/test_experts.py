@@ -59,7 +59,6 @@ def test_a_plan_and_a_checkpoint_without_the_same_experts(
         (["--remove", "7"], "give 1 to 6"),
         (["--remove", "90%"], "give 1 to 6"),
         (["--layers", "1"], "--layers names whole layers"),
-        (["--max-kl", "1"], "--max-kl applies to layers"),
         (["--remove", "1", "--protect", "0"], "--protect "),
         (["--remove", "1", "--criterion", "bi"], "criterion bi is defined for"),
         (["--remove", "1", "--mend"], "--mend closes the gaps"),

@@ -221,7 +221,7 @@ def numeric_options(name: str) -> list[tuple[str, type]]:
 
 def test_every_command_that_takes_a_number_is_tried() -> None:
     assert {name for name in GROUP.commands if numeric_options(name)} == ARGUMENTS.keys()
-    assert {("--max-kl", float), ("--search", float)} <= set(numeric_options("prune"))
+    assert ("--search", float) in set(numeric_options("prune"))
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

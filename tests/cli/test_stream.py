@@ -99,14 +99,12 @@ def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> No
             ["rank", "tiny", "--criterion", "kl", "--what", "attention"],
             "criterion kl runs the model once for every layer",
         ),
-        (["rank", "tiny", "--criterion", "bi", "--max-kl", "0.5"], "--max-kl needs the model in memory"),
         (["eval", "tiny", "--speed"], "--speed needs the model in memory"),
         (["eval", "tiny", "--tasks", "piqa"], "--tasks needs the model in memory"),
         (
             ["prune", "tiny", "--remove", "2", "-o", "out"],
             "--remove needs the model in memory .* from rank --device disk",
         ),
-        (["prune", "tiny", "--what", "width", "--max-kl", "1", "-o", "out"], "--max-kl applies to layers"),
         (
             ["prune", "tiny", "--what", "width", "--remove", "25%", "--judge", "builtin", "-o", "out"],
             "--judge needs the model in memory",

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from experiments.hierarchies import without_branches
 from lyapunov_prune import LyapunovPruneError, PruningPlan, load, rank
-from lyapunov_prune.forward.sublayers import find_sublayers, named_branches, silent
+from lyapunov_prune.forward.sublayers import find_sublayers, silent
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles import sublayer_influence
@@ -31,7 +31,8 @@ def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 def silenced(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]) -> AbstractContextManager[None]:
     found = find_sublayers(decoder, sorted({*attention, *mlp}))
-    return silent(*(branch for _, _, branch in named_branches(found, attention, mlp)))
+    gone = [*((layer, "attention") for layer in attention), *((layer, "mlp") for layer in mlp)]
+    return silent(*(found[layer].branches[kind] for layer, kind in gone))
 
 
 def silenced_as_zeroed(model: PreTrainedModel, ids: torch.Tensor, **gone: tuple[int, ...]) -> PreTrainedModel:

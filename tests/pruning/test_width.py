@@ -187,7 +187,6 @@ def test_from_the_command_line_to_a_smaller_checkpoint(run: Callable[..., Done],
         (("--remove", "2", "--protect", "1"), "--protect"),
         (("--remove", "25%", "--mend"), "--mend"),
         (("--remove", "1"), "48 channels"),
-        (("--max-kl", "1"), "--max-kl applies to layers"),
         (("--layers", "1"), "--remove"),
     ):
         assert said in run_bad("prune", "tiny", "--what", "width", *given, *text, "-o", "other")

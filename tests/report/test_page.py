@@ -33,7 +33,7 @@ from lyapunov_prune.predictions.divergence import SkipDivergence, sublayer_diver
 from lyapunov_prune.profiles import sublayer_influence
 from lyapunov_prune.profiles.profile import LayerProfile, profile_layers
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.ranking import angular_distance, greedy_removal, remove_under_budget
+from lyapunov_prune.ranking import angular_distance, greedy_removal
 from lyapunov_prune.ranking.oracle import GreedyRemoval, GreedyStep
 from lyapunov_prune.report.bounds import bounds_figure, ratios_figure
 from lyapunov_prune.report.compression import compression_figure
@@ -83,7 +83,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel) -> Pat
     skip_divergence(llama, ids).save(folder / "divergence.json")
     sublayer_divergence(llama, ids, "mlp").save(folder / "sublayer-divergence.json")
     ranking = rank_layers(None, profile.influence, criterion="bi")
-    remove_under_budget(llama, ids, ranking, 1e9).save(folder / "budget.json")
     greedy_removal(llama, ids, 2).save(folder / "oracle.json")
     compress(llama, ids, method="sparsegpt", sparsity=0.5).report.save(folder / "compression.json")
     other = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -95,7 +94,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel) -> Pat
 
 def test_every_answer_is_short_and_says_more_than_a_table(run: Path) -> None:
     read = [section.kind.load(path) for section in SECTIONS for path in section.paths(run)]
-    assert len(read) > 10
+    assert len(read) >= 10
     for result in read:
         lines = result.answer()
         assert 0 < len(lines) <= LINES
@@ -139,7 +138,6 @@ def test_every_figure_is_drawn_as_svg_with_labelled_axes(run: Path) -> None:
         "sublayers": ["Block Influence, 1 − cos", "attention", "MLP", "layer"],
         "divergence": ["nats a token", "KL(dense ‖", "the estimate", "tokens flipped, %", "layer"],
         "sublayer-divergence": ["nats a token", "KL(dense ‖ without its mlp)", "tokens flipped, %", "layer"],
-        "budget": ["KL(dense ‖ pruned), nats a token", "measured, removed together", "layers removed, by bi"],
         "oracle": ["perplexity", "dense", "oracle", "layers removed"],
         "compression": ["sparsity", "relative error", "weights", "outputs", "layer"],
         "healing": ["validation perplexity", "kept", "distillation loss", "step", "mean of 1", "→"],
@@ -163,7 +161,7 @@ def test_the_page_needs_nothing_else(run: Path) -> None:
 
     links = Links()
     links.feed(page)
-    assert page.count("<svg") == 13
+    assert page.count("<svg") == 12
     assert "url(http" not in page
     assert not [link for link in links.found if "//" in link]
 

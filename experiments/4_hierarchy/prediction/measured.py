@@ -1,4 +1,4 @@
-"""The divergence of every set of `prediction.json`, measured: what `--max-kl` knows of a set when it is done.
+"""The divergence of every set of `prediction.json`, measured.
 
     python experiments/4_hierarchy/prediction/measured.py [--model MODEL] [--text FILE]
 

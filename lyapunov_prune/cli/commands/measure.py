@@ -11,19 +11,8 @@ import typer
 from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, require_studies, run_folder, windows_at_once
 from lyapunov_prune.cli.jobs import jobs_folder
-from lyapunov_prune.cli.options import (
-    DISK,
-    IN_MEMORY,
-    Inputs,
-    Method,
-    Model,
-    RunOptions,
-    Seeds,
-    counted,
-    one_of,
-    what_option,
-)
-from lyapunov_prune.cli.ranked import MaxKL, RankOptions, require_divergence
+from lyapunov_prune.cli.options import DISK, Inputs, Method, Model, RunOptions, Seeds, counted, one_of, what_option
+from lyapunov_prune.cli.ranked import RankOptions
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import follow, note, say, show
 from lyapunov_prune.ranking.table import require_ranks
@@ -69,31 +58,22 @@ def rank(
         float | None,
         what_option(help="Write plan.json for this number or share of layers (or experts per layer).", **counted),
     ] = None,
-    max_kl: MaxKL = None,
     by: RankOptions = RankOptions(),
     inputs: RunOptions = RunOptions(),
     given: Given = Given(),
 ) -> None:
-    """Rank the layers, or parts of them, for removal; with --remove or --max-kl writes plan.json."""
+    """Rank the layers, or parts of them, for removal; with --remove writes plan.json."""
     profile_file = Path(model) if model.endswith(".json") else None
     by = by.settled(None if inputs.disk or profile_file is not None else remove)
     by.require(given)
-    require_divergence(by.what, given)
     require_ranks(by.goes_by, by.what, remove=remove, streamed=inputs.disk, profiled=profile_file is not None)
-    if max_kl is not None:
-        given.refuse("cannot be combined with --max-kl; give one of the two", "remove")
     if profile_file is not None:
         measured_already = f"applies to a model, and {profile_file} was measured already; leave it out"
-        given.refuse(measured_already, "max_kl")
         given.refuse_record(measured_already, Inputs)
-    if inputs.disk:
-        given.refuse(IN_MEMORY, "max_kl")
 
     from lyapunov_prune.profiles.profile import LayerProfile
-    from lyapunov_prune.ranking.budget import remove_under_budget
     from lyapunov_prune.ranking.measured import rank_layers
     from lyapunov_prune.ranking.rank import rank as measured_rank
-    from lyapunov_prune.ranking.ranking import LayerRanking
     from lyapunov_prune.results.files import require_writable
 
     ranking: Ranking
@@ -110,13 +90,7 @@ def rank(
         places: dict[str, Any] = {"folder": run, "jobs": jobs_folder()}
         ranking = measured_rank(loaded, batch, **by.how, **places, remove=remove, batch_size=batch_size)
     plan = None
-    if max_kl is not None:
-        assert isinstance(ranking, LayerRanking)  # the others ask for --remove
-        spent = remove_under_budget(loaded, batch, ranking, max_kl, batch_size=batch_size)
-        spent.save(run / "budget.json")
-        plan = spent.plan()
-        show(spent, plan.save(run / "plan.json"), kept=run / "budget.json")
-    elif remove is not None:
+    if remove is not None:
         plan = ranking.plan(remove)
         say(f"{plan.sentence()}.")
         show(ranking, plan.save(run / "plan.json"))

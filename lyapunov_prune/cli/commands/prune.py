@@ -179,12 +179,12 @@ def _chosen(
     from lyapunov_prune.ranking.rank import rank
     from lyapunov_prune.ranking.ranking import LayerRanking, require_periods
 
-    remove, max_kl = removal.remove, removal.max_kl
+    remove = removal.remove
+    assert remove is not None
     batch_size = windows_at_once(loaded, batch.context)
     if removal.what == "width":
-        assert remove is not None
         return choose_channels(loaded, batch, remove, batch_size=batch_size)
-    if remove is not None and removal.what != "experts":
+    if removal.what != "experts":
         remove = count_of(remove, loaded.structure.num_layers)
         if period > 1:
             require_periods(int(remove), loaded.structure.num_layers, period)
@@ -193,16 +193,4 @@ def _chosen(
     ranking = rank(loaded, batch, **removal.how, **searched, remove=remove, batch_size=batch_size, jobs=jobs_folder())
     if removal.goes_by == "best":
         show(ranking, None)
-    if remove is not None:
-        return ranking.plan(remove, period) if isinstance(ranking, LayerRanking) else ranking.plan(remove)
-    assert max_kl is not None
-    return _within_budget(loaded, batch, ranking, max_kl, batch_size)
-
-
-def _within_budget(loaded: Decoder, batch: TokenBatch, ranking: Any, max_kl: float, batch_size: int) -> PruningPlan:
-    """The plan of as many layers of `ranking` as stay within `max_kl` nats a token."""
-    from lyapunov_prune.ranking.budget import remove_under_budget
-
-    spent = remove_under_budget(loaded, batch, ranking, max_kl, batch_size=batch_size)
-    show(spent, None)
-    return spent.plan()
+    return ranking.plan(remove, period) if isinstance(ranking, LayerRanking) else ranking.plan(remove)
