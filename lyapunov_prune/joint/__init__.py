@@ -8,12 +8,10 @@ how many of each to remove.
 - `map`: a polynomial in the two removed shares, fitted to the scores after recovery, its degree chosen by
   cross-validation;
 - `decision`: the best pair within a budget according to the map, and how far noise can change it;
-- `times`: the measured times behind a budget of time;
 - `run`: the whole procedure, of which `job` holds what its parts share, `search` decides, and `finish` writes;
   `result`: what it returns.
 
-Another predictor is a result with the `predict`, `interval`, `contrast` and `residual` of `JointMap`; another budget is
-a case in `decision.within_budget`.
+Another predictor is a result with the `predict`, `interval`, `contrast` and `residual` of `JointMap`.
 """
 
 import lazy_loader

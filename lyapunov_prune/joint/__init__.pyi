@@ -8,4 +8,3 @@ from .points import Points as Points
 from .recovery import RecoveryRecipe as RecoveryRecipe
 from .result import JointRun as JointRun
 from .run import remove_jointly as remove_jointly
-from .times import Times as Times

@@ -35,12 +35,6 @@ def chains(reach: int, most: Pair) -> dict[Pair, Pair]:
     return parents
 
 
-def reach_of(allowed: set[Pair]) -> int:
-    """The largest number of parts that may be removed before the budget is met."""
-    frontier = [(a, g) for a, g in allowed if (a - 1, g) not in allowed and (a, g - 1) not in allowed]
-    return max(a + g for a, g in frontier)
-
-
 def rivals(reach: int, most: Pair, allowed: set[Pair]) -> list[Pair]:
     """The first point of each chain within the budget, or its last point: the decision is made among such points."""
     found: dict[Pair, None] = {}

@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 from scipy import stats
 
-from lyapunov_prune.arguments import Count, NonNegative, Range, checked
+from lyapunov_prune.arguments import Count, NonNegative, checked
 from lyapunov_prune.bounds.choice import argmax_of_noise_lt_half_gap
 from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.joint.map import JointMap
@@ -26,7 +26,7 @@ _Score = Annotated[np.ndarray, Per("pair", least=-np.inf)]
 
 @dataclass(frozen=True)
 class JointDecision(Result):
-    """All pairs `(n_a, n_g)` within the budget, (m, 2) int, and the map's predictions; the largest is chosen.
+    """All pairs `(n_a, n_g)` with `n_a + n_g = remove`, (m, 2) int, and the map's predictions; the largest is chosen.
 
     `low` and `high` are the map's prediction interval. `noise` bounds how far P may be from the mean score of a pair
     over seeds, for all m pairs simultaneously and up to a common constant, which changes no comparison
@@ -34,13 +34,11 @@ class JointDecision(Result):
     (Bonferroni). `t σ` is the larger one of two estimates, each with its degrees of freedom: `over_seeds`, the pooled
     deviation of repeated scores of a pair (NaN and 0 if there are none), and `residual`, that of the points around the
     map. Misfit therefore counts as far as the points show it; between the points the polynomial is assumed to be
-    correct. `selection_error` is the standard error of a difference of two scores on the selection set. `remove` or
-    `speedup` is the budget.
+    correct. `selection_error` is the standard error of a difference of two scores on the selection set.
     """
 
     layers: int
-    remove: int | None
-    speedup: float | None
+    remove: int
     pairs: Annotated[np.ndarray, Per("pair", 2, below="layer+1")]
     predicted: _Score
     low: _Score
@@ -95,7 +93,6 @@ class JointDecision(Result):
         return self.to_frame().sort_values("predicted", ascending=False, kind="stable").head(_SHOWN)
 
     def headline(self) -> str:
-        budget = f"{self.remove} to remove" if self.remove is not None else f"{self.speedup:g} times as fast"
         attention, activation = self.chosen
         seeds = "no repeated seeds"
         if self.over_seeds[1]:
@@ -115,8 +112,8 @@ class JointDecision(Result):
             )
         return (
             f"Remove {attention} attentions and {activation} activations of {self.layers} layers: the first of "
-            f"{len(self.pairs)} pairs with {budget}, by {self.gap:.3g}; noise at most {self.noise:.3g}, from {seeds} "
-            f"and {around}. It is {verdict}"
+            f"{len(self.pairs)} pairs with {self.remove} to remove, by {self.gap:.3g}; noise at most {self.noise:.3g}, "
+            f"from {seeds} and {around}. It is {verdict}"
         )
 
 
@@ -125,24 +122,21 @@ def decide(
     fitted: JointMap,
     layers: Count,
     *,
-    remove: int | None = None,
-    speedup: Annotated[float, Range(1, above=True)] | None = None,
-    seconds: Sequence[Sequence[float]] | None = None,
+    remove: int,
     most: tuple[int, int] | None = None,
     repeats: Sequence[Sequence[float]] = (),
     selection_error: NonNegative,
 ) -> JointDecision:
-    """The pair of largest P within the budget: `n_a + n_g = remove`, or all pairs with `seconds ≤ dense/speedup`.
+    """The pair of largest P with `n_a + n_g = remove`.
 
-    `seconds` (L + 1, L + 1) holds the time of a model without `[n_a, n_g]`, the dense model at [0, 0], NaN where
-    unknown. `most` is how many attentions and activations can be removed at all (default: L each). `repeats` holds, for
+    `most` is how many attentions and activations can be removed at all (default: L each). `repeats` holds, for
     some pairs, the scores of two or more seeds. `selection_error` is the standard error of the difference of two pairs'
     scores on the selection set, paired by item.
 
-    Raises LyapunovPruneError for both budgets or none, a budget that no pair meets (naming what can be met), and for a
-    selection set whose error exceeds the differences between all pairs of the budget.
+    Raises LyapunovPruneError for a number that cannot be removed (naming those that can), and for a selection set whose
+    error exceeds the differences between all pairs.
     """
-    pairs = within_budget(layers, remove, speedup, seconds, most or (layers, layers))
+    pairs = within_budget(layers, remove, most or (layers, layers))
     predicted = fitted.predict(pairs / layers)
     low, high = fitted.interval(pairs / layers)
     spread = float(np.ptp(predicted))
@@ -159,7 +153,6 @@ def decide(
     return JointDecision(
         layers=layers,
         remove=remove,
-        speedup=speedup,
         pairs=pairs,
         predicted=predicted,
         low=low,
@@ -182,33 +175,17 @@ def over_seeds(repeats: Sequence[Sequence[float]]) -> tuple[float, int]:
     return (float(np.sqrt(squares / freedom)), freedom) if freedom else (float("nan"), 0)
 
 
-def within_budget(
-    layers: int,
-    remove: int | None,
-    speedup: float | None,
-    seconds: Sequence[Sequence[float]] | None,
-    most: tuple[int, int],
-) -> np.ndarray:
-    """The pairs within the budget, (m, 2), ordered by attentions and then by activations removed."""
-    known = [list(row) for row in ([] if seconds is None else seconds) if len(row) == layers + 1]
-    time = np.array(known, np.float64).reshape(-1, layers + 1)[: most[0] + 1, : most[1] + 1]
-    timed = len(known) == layers + 1 and time.size > 0 and 0 < time[0, 0] < np.inf and not (time <= 0).any()
-    gained = time[0, 0] / time if timed else np.ones(1)
+def within_budget(layers: int, remove: int, most: tuple[int, int]) -> np.ndarray:
+    """The pairs of `remove` parts, (m, 2), by attentions removed. Raises LyapunovPruneError if there is none."""
     wrong = {
         f"at most {most[0]} attentions and {most[1]} activations; give 0 to {layers} each": (
             not all(0 <= limit <= layers for limit in most)
         ),
-        "give one budget: how many to remove, or a speed-up": (remove is None) == (speedup is None),
         f"{remove} to remove; give 1 to {sum(most)}: {most[0]} attentions and {most[1]} activations can go": (
-            remove is not None and not 1 <= remove <= sum(most)
-        ),
-        f"a speed-up needs seconds above 0 of {layers + 1} × {layers + 1} pairs, that of the dense model, at [0, 0], "
-        "known; give seconds": speedup is not None and not timed,
-        f"a speed-up of {speedup or 0:g} is out of reach; the largest is {np.nanmax(gained):.3g}": (
-            speedup is not None and speedup > np.nanmax(gained)
+            not 1 <= remove <= sum(most)
         ),
     }
     if why := first_of(wrong):
         raise LyapunovPruneError(why)
     n_a, n_g = np.indices((most[0] + 1, most[1] + 1))
-    return np.argwhere(n_a + n_g == remove if speedup is None else gained >= speedup)
+    return np.argwhere(n_a + n_g == remove)

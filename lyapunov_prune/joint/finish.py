@@ -64,7 +64,6 @@ def finish(job: JointJob, found: Found, tokenizer: PreTrainedTokenizerBase | Non
             map=found.map,
             decision=found.decision,
             plan=plan,
-            times=found.times,
             start=start,
             losses=np.array(losses),
             gain=gain,
@@ -156,7 +155,6 @@ def _sections(run: JointRun) -> dict[str, str]:
     """Heading and Markdown of each section between the list of removed parts and the gate."""
     decision = run.decision
     attention, activation = decision.chosen
-    budget = f"{decision.remove} to remove" if decision.remove else f"a forward {decision.speedup:g} times as fast"
     standing = (
         "The choice is certain as long as the noise is below its bound (`argmax_of_noise_lt_half_gap`)."
         if decision.certain
@@ -167,8 +165,8 @@ def _sections(run: JointRun) -> dict[str, str]:
     pairs = "pair that meets it" if len(decision.pairs) == 1 else "pairs that meet it"
     lead = f"It leads the next by {decision.gap:.3g}. " if len(decision.pairs) > 1 else ""
     return {
-        "Decision": f"""The budget is {budget}. Of {len(decision.pairs)} {pairs}, this is the one with the largest
-predicted score after recovery: {attention} attentions and {activation} activations are removed.
+        "Decision": f"""The budget is {decision.remove} to remove. Of {len(decision.pairs)} {pairs}, this is the one
+with the largest predicted score after recovery: {attention} attentions and {activation} activations are removed.
 {lead}The noise is at most {decision.noise:.3g}; the standard error
 of a difference on the selection data is {decision.selection_error:.3g}.
 {standing}
@@ -195,7 +193,5 @@ def _settings(run: JointRun) -> str:
 
 def _command(run: JointRun) -> str:
     """The command, as far as the results record it."""
-    decision = run.decision
-    budget = ["--remove", f"{decision.remove}"] if decision.remove else ["--speedup", f"{decision.speedup:g}"]
-    options = ["--reduction", run.importance.reduction]
-    return printable(shlex.join(["lyapunov-prune", "joint", run.plan.model.name, *budget, *options, "-o", "OUT"]))
+    options = ["--remove", f"{run.decision.remove}", "--reduction", run.importance.reduction]
+    return printable(shlex.join(["lyapunov-prune", "joint", run.plan.model.name, *options, "-o", "OUT"]))

@@ -14,7 +14,6 @@ from lyapunov_prune.joint.chains import Pair
 from lyapunov_prune.joint.decision import within_budget
 from lyapunov_prune.joint.importance import Method
 from lyapunov_prune.joint.recovery import RecoveryRecipe
-from lyapunov_prune.joint.times import Times
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.result import MeasuredOn, R
@@ -33,8 +32,7 @@ class JointJob:
     slices: tuple[Examples, Examples, Examples]
     origins: tuple[MeasuredOn, ...]
     most: Pair
-    remove: int | None
-    speedup: float | None
+    remove: int
     importance: Method
     steps: int
     recover_steps: int
@@ -54,7 +52,7 @@ class JointJob:
         """All that the numbers depend on."""
         return {
             "slices": [origin.key for origin in self.origins],
-            "budget": {"remove": self.remove, "speedup": self.speedup},
+            "remove": self.remove,
             "reduction": self.student.reduction,
             "importance": self.importance,
             "recipe": encode(self.recipe),
@@ -62,10 +60,10 @@ class JointJob:
             "seeds": [self.seed, self.seeds],
         }
 
-    def pairs(self, times: Times | None) -> list[Pair]:
-        """The pairs within the budget; raises LyapunovPruneError as `within_budget` does."""
-        seconds = None if times is None else times.table().tolist()
-        return [(a, g) for a, g in within_budget(self.layers, self.remove, self.speedup, seconds, self.most).tolist()]
+    @property
+    def pairs(self) -> list[Pair]:
+        """The pairs of as many parts as go."""
+        return [(a, g) for a, g in within_budget(self.layers, self.remove, self.most).tolist()]
 
     def once(self, name: str, kind: type[R], measure: Callable[[], R]) -> R:
         """The result that an earlier run of this job left in the folder under `name`, or a new one, which is kept."""

@@ -12,7 +12,6 @@ from lyapunov_prune.joint.decision import JointDecision
 from lyapunov_prune.joint.importance import Importance
 from lyapunov_prune.joint.map import JointMap
 from lyapunov_prune.joint.points import Points
-from lyapunov_prune.joint.times import Times
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
@@ -30,8 +29,7 @@ class JointRun(Result):
     (None for images, and in old results). `start` is the point whose weights the final recovery started from, `losses`
     the distillation loss before each of its steps. `gain` compares before and after these steps on the selection slice:
     if it does not pay, the weights are those of the start (None in old results). `parameters` and `size` (bytes) are
-    before and after; `seconds` is the time of each part of the run that finished (for points, including earlier runs),
-    `times` the measured times behind a budget of time.
+    before and after; `seconds` is the time of each part of the run that finished (for points, including earlier runs).
     """
 
     importance: Importance
@@ -39,7 +37,6 @@ class JointRun(Result):
     map: JointMap
     decision: JointDecision
     plan: PruningPlan
-    times: Times | None
     start: tuple[int, int]
     losses: np.ndarray
     dense: float

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated
 
 from transformers import PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import Count, Range, Seed
+from lyapunov_prune.arguments import Count, Seed
 from lyapunov_prune.data.examples import NAMES, Examples
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
@@ -42,8 +41,7 @@ def remove_jointly(
     slices: tuple[Examples, Examples, Examples],
     output: str | Path,
     *,
-    remove: int | None = None,
-    speedup: Annotated[float, Range(1, above=True)] | None = None,
+    remove: int,
     reduction: str = DEFAULT,
     importance: Method = "taylor",
     steps: Count = 12,
@@ -58,8 +56,8 @@ def remove_jointly(
 
     `slices` are three disjoint sets of data: to train on, to select by, and the final one, which is scored once at the
     end. Importance gives an order within each type; the points of `chains.chains` are recovered for `steps` steps each
-    and scored on the selection slice; a map is fitted to them, and the decision is its best pair within the budget,
-    `remove` or `speedup`. That pair is trained for `recover_steps` more steps from the weights of its point or the
+    and scored on the selection slice; a map is fitted to them, and the decision is its best pair of
+    `remove` parts. That pair is trained for `recover_steps` more steps from the weights of its point or the
     nearest smaller one; these weights are kept if training does not pay on the selection slice. It is merged, written
     to the folder `output` as a compact checkpoint that has passed its gate, and scored. `recipe` holds what all
     recoveries share.
@@ -68,7 +66,7 @@ def remove_jointly(
     indistinguishable from the others on two models (experiments/5_joint). `folder` keeps the unfinished work:
     an interrupted run continues from there and reaches the same decision; it is deleted when `output` exists.
 
-    Raises LyapunovPruneError for both budgets or none, one that cannot be met, slices that share data, a final slice
+    Raises LyapunovPruneError for a number that cannot be removed, slices that share data, a final slice
     that a recorded step of `model` has seen, fewer than five items to select by, a model that the compact format does
     not support, the errors of `decide`, `fit_map` and `recover`, and while another run does the same in `folder`;
     CheckFailed when the gate does not hold. In all cases `output` stays empty.
@@ -80,8 +78,7 @@ def remove_jointly(
     _require_slices(model, slices, origins)
     layers = model.structure.num_layers
     most = (layers - 1 if model.model.can_generate() else layers, layers)
-    if speedup is None or remove is not None:  # fail early on a wrong budget
-        within_budget(layers, remove, speedup, None, most)
+    within_budget(layers, remove, most)  # refused early
     seconds: dict[str, float] = {}
     with timed(seconds, "calibration"):
         student = Unmerged(model, reduction, lambda: run_through(model, slices[0]))
@@ -91,7 +88,6 @@ def remove_jointly(
         origins,
         most,
         remove=remove,
-        speedup=speedup,
         importance=importance,
         steps=steps,
         recover_steps=recover_steps,

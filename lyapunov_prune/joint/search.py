@@ -7,13 +7,12 @@ from itertools import combinations
 
 import numpy as np
 
-from lyapunov_prune.joint.chains import LEAST_REACH, Pair, chains, reach_of, rivals
+from lyapunov_prune.joint.chains import LEAST_REACH, Pair, chains, rivals
 from lyapunov_prune.joint.decision import JointDecision, decide
 from lyapunov_prune.joint.importance import Importance, measure_importance
 from lyapunov_prune.joint.job import JointJob
 from lyapunov_prune.joint.map import JointMap, fit_map
 from lyapunov_prune.joint.points import Course, Points, recover_points
-from lyapunov_prune.joint.times import Times, measure_times
 from lyapunov_prune.results.store import Store
 
 
@@ -21,7 +20,6 @@ from lyapunov_prune.results.store import Store
 class Found:
     """What a search measured, and the pair that it chose; the weights of the points are in the folder of `course`."""
 
-    times: Times | None
     importance: Importance
     course: Course
     points: Points
@@ -30,17 +28,12 @@ class Found:
 
 
 def search(job: JointJob, store: Store) -> Found:
-    """Measure times (for a budget of time) and importance, recover the points, and decide.
+    """Measure importance, recover the points, and decide.
 
     What `store` and the folder of the job hold is not measured again. Raises as `remove_jointly` does.
     """
     learn, select, _ = job.slices
-    times = None
-    if job.speedup is not None:
-        with job.timing("times"):
-            times = job.once("times", Times, lambda: measure_times(job.student, learn, job.most))
-    allowed = set(job.pairs(times))
-    reach = max(reach_of(allowed), LEAST_REACH)
+    reach = max(job.remove, LEAST_REACH)
     with job.timing("importance"):
         worth = job.once(
             "importance",
@@ -57,7 +50,7 @@ def search(job: JointJob, store: Store) -> Found:
     course = Course(
         job.student, learn, worth, chains(reach, job.most), job.steps, job.seed, job.recipe, job.folder, job.about
     )
-    between = rivals(reach, job.most, allowed)
+    between = rivals(reach, job.most, set(job.pairs))
     points = recover_points(course, select, between, job.seeds, store, batch_size=job.batch_size)
     job.seconds["points"] = float(points.seconds.sum())  # includes earlier runs
     with job.timing("decision"):
@@ -70,25 +63,17 @@ def search(job: JointJob, store: Store) -> Found:
             fitted,
             job.layers,
             remove=job.remove,
-            speedup=job.speedup,
-            seconds=None if times is None else _within_reach(times.table(), reach).tolist(),
             most=job.most,
             repeats=points.repeats(),
             selection_error=_selection_error(points, between),
         )
-    return Found(times, worth, course, points, fitted, decision)
+    return Found(worth, course, points, fitted, decision)
 
 
 def _targets(reach: int, most: Pair) -> Pair:
     """How many of each type learned importance removes: half of the points' reach."""
     half = max(reach // 2, 1)
     return min(half, most[0]), min(half, most[1])
-
-
-def _within_reach(seconds: np.ndarray, reach: int) -> np.ndarray:
-    """`seconds` by pair, NaN for pairs beyond the points, where the polynomial would extrapolate."""
-    n_a, n_g = np.indices(seconds.shape)
-    return np.where(n_a + n_g > reach, np.nan, seconds)
 
 
 def _selection_error(points: Points, between: list[Pair]) -> float:

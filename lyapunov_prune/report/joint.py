@@ -12,8 +12,8 @@ from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, Panel, over
 
 
 def joint_figure(fitted: JointMap, decision: JointDecision) -> str:
-    """Above, P in steps of one layer with the measured points, the budget and the choice; below, the budget's best pair
-    of every number of attentions: P, its 95 % prediction interval, and what lies within twice the noise of the choice.
+    """Above, P in steps of one layer with the measured points, the budget and the choice; below, P of every pair of the
+    budget, its 95 % prediction interval, and what lies within twice the noise of the choice.
     """
     figure, (above, below) = panels(6.5, 7.0, 2)
     L, pairs, predicted = decision.layers, decision.pairs, decision.predicted
@@ -23,8 +23,7 @@ def joint_figure(fitted: JointMap, decision: JointDecision) -> str:
     lines = above.contour(n_a, n_g, P, levels=12, colors=GREY, linewidths=0.7)
     above.clabel(lines, fontsize=SMALL)
     above.scatter(fitted.removed[:, 0] * L, fitted.removed[:, 1] * L, s=16, color=INK, label="measured")
-    if decision.remove is not None:
-        above.plot(*pairs.T, linewidth=0.9, color=COLOURS["rho"])
+    above.plot(*pairs.T, linewidth=0.9, color=COLOURS["rho"])
     above.scatter(pairs[:, 0], pairs[:, 1], s=30, facecolor="white", edgecolor=COLOURS["rho"], label="budget", zorder=3)
     above.scatter(
         decision.chosen[0], decision.chosen[1], s=70, marker="s", color=COLOURS["bi"], label="chosen", zorder=4
@@ -32,11 +31,8 @@ def joint_figure(fitted: JointMap, decision: JointDecision) -> str:
     above.set_ylabel("activations removed")
     above.legend(edgecolor="none", framealpha=1, fontsize=SMALL, loc="upper right")
     above.set(xlim=(-0.3, reach[0] + 0.1), ylim=(-0.3, reach[1] + 0.1))
-    counts = np.unique(pairs[:, 0])
-    places = np.array([max(np.flatnonzero(pairs[:, 0] == n), key=lambda place: predicted[place]) for n in counts])
-    middle = predicted[places]
-    bars = np.stack([middle - decision.low[places], decision.high[places] - middle])
-    below.errorbar(counts, middle, yerr=bars, fmt="o", markersize=4, capsize=2, color=COLOURS["rho"])
+    bars = np.stack([predicted - decision.low, decision.high - predicted])
+    below.errorbar(pairs[:, 0], predicted, yerr=bars, fmt="o", markersize=4, capsize=2, color=COLOURS["rho"])
     below.plot(decision.chosen[0], predicted[decision.best], "s", markersize=7, color=COLOURS["bi"], zorder=4)
     low = predicted[decision.best] - 2 * decision.noise
     below.axhline(low, color=GREY, linewidth=0.8, label="the choice less twice the noise")

@@ -114,12 +114,10 @@ def test_interrupted_it_goes_on_to_the_same_decision(run: Callable[..., Done], m
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "--remove K or --speedup S"),
-        (["--remove", "2", "--speedup", "1.2"], "--remove K or --speedup S"),
+        ([], "--remove"),
         (["--remove", "0"], "'0'"),
         (["--remove", "100%"], "'100%'"),
         (["--remove", "12"], "12 to remove"),
-        (["--speedup", "1"], "--speedup is 1"),
         (["--remove", "2", "--reduction", "identity"], "reduction identity"),
         (["--remove", "2", "--tokens", "96", "--context", "32"], "three slices"),
         (["--remove", "2", "--tokens", "640"], "4 items"),

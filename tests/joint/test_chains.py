@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lyapunov_prune.joint import fit_map
-from lyapunov_prune.joint.chains import CHAINS, DENSE, chains, reach_of, rivals, walk
+from lyapunov_prune.joint.chains import CHAINS, DENSE, chains, rivals, walk
 
 
 @given(reach=st.integers(1, 12), a=st.integers(0, 6), g=st.integers(1, 6))
@@ -45,13 +45,6 @@ def test_planted_fault_points_on_three_lines_lose_a_degree() -> None:
 @pytest.mark.parametrize("remove", [1, 3, 8])
 def test_rivals_lie_in_the_budget(remove: int) -> None:
     allowed = {(n, remove - n) for n in range(remove + 1)}
-    assert reach_of(allowed) == remove
     found = rivals(8, (29, 30), allowed)
     assert set(found) <= allowed
     assert {(remove, 0), (0, remove)} <= set(found)
-
-
-def test_a_budget_of_time_reaches_as_far_as_it_must() -> None:
-    fast = {(a, g) for a in range(10) for g in range(10) if a + 2 * g >= 6}
-    assert reach_of(fast) == 6
-    assert rivals(6, (9, 9), fast) == [(6, 0), (0, 3), (4, 1), (1, 3)]

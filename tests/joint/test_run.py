@@ -278,8 +278,6 @@ def test_a_final_slice_that_the_model_was_made_with_is_refused(tmp_path: Path) -
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"remove": None}, "one budget"),
-    ({"remove": 2, "speedup": 1.5}, "give one budget"),
     ({"remove": 0}, "0 to remove"),
     ({"remove": 12}, "12 to remove"),
     ({"reduction": "identity"}, "reduction identity"),
@@ -293,18 +291,6 @@ def test_bad_input_is_a_line_and_writes_nothing(options: dict[str, Any], told: s
     with pytest.raises(LyapunovPruneError, match=told):
         removed(make_tiny("llama"), tmp_path, **options)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_a_speed_up_out_of_reach_names_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lyapunov_prune.joint.times._timed", lambda *_: [4.0, 3.0, 2.5])
-    with pytest.raises(LyapunovPruneError, match="speed-up of 3"):
-        removed(make_tiny("llama"), tmp_path, remove=None, speedup=3.0)
-    run = removed(make_tiny("llama"), tmp_path, remove=None, speedup=1.2)
-    a, g = run.decision.chosen
-    assert 4.0 / (4.0 - a * 0.2 - g * 0.25) >= 1.2 - 1e-12
-    assert all(4.0 / (4.0 - a * 0.2 - g * 0.25) >= 1.2 - 1e-12 for a, g in run.decision.pairs)
-    assert run.times is not None
-    assert run.times.saved == pytest.approx((0.2, 0.25))
 
 
 def test_a_selection_that_errs_by_more_than_pairs_differ_says_so(

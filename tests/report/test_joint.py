@@ -1,4 +1,4 @@
-"""The figure of a joint removal: the same for the same result, for both kinds of budget."""
+"""The figure of a joint removal: the same for the same result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from lyapunov_prune.report.joint import importance_figure, joint_figure
 
 PAIRS = np.array([(a, g) for a in range(0, 9, 2) for g in range(0, 9, 2)])
 MAP = fit_map(PAIRS / 12, 80 - PAIRS.sum(1) - (PAIRS[:, 0] - PAIRS[:, 1] + 2) ** 2 / 4)
-TIMES = 40.0 - np.indices((13, 13))[0] - 2 * np.indices((13, 13))[1]
 
 
 def test_every_measured_point_and_every_pair_of_the_budget_is_drawn() -> None:
@@ -24,12 +23,6 @@ def test_every_measured_point_and_every_pair_of_the_budget_is_drawn() -> None:
     assert [c for c in counts if c][:3] == [len(PAIRS), 9, 1]
     for word in ("measured", "budget", "chosen", "attentions removed", "score after recovery"):
         assert word in text
-
-
-def test_a_time_budget_shows_the_best_pair_of_every_number_of_attentions() -> None:
-    decision = decide(MAP, 12, speedup=4 / 3, seconds=TIMES, selection_error=0.0)
-    assert len(decision.pairs) > 13
-    assert joint_figure(MAP, decision).count("<svg") == 1
 
 
 def test_importance_has_an_axis_for_each_type() -> None:

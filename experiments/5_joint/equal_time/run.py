@@ -226,7 +226,7 @@ class Clock:
 
     def plane(self, orders: dict[str, list[Parts]]) -> np.ndarray:
         """Times (A + 1, G + 1) of pairs over that of the dense model: a plane through it and through the models that
-        have lost all of a type, an estimate as `joint.times` makes it."""
+        have lost all of a type, an estimate."""
         ends = [orders[name][-1] for name in ("attentions", "activations")]
         saved = [(1 - 1 / self.of(parts)) / sum(map(len, parts)) for parts in ends]
         n_a, n_g = np.indices([1 + sum(map(len, parts)) for parts in ends])

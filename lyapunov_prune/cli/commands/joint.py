@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from lyapunov_prune.arguments import Range
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import draw_report, load_inputs
 from lyapunov_prune.cli.jobs import first_goes_on, jobs_folder
@@ -20,7 +19,6 @@ from lyapunov_prune.cli.options import (
     what_option,
 )
 from lyapunov_prune.cli.terminal import say, show
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.table import DEFAULT, REDUCTIONS
 
 STEPS, LAST_STEPS = 12, 100  # of each point of the map, and of the chosen pair (experiments/5_joint)
@@ -30,14 +28,7 @@ _RANK = 8
 def joint(
     model: Model,
     *,
-    remove: Annotated[
-        float | None, ABOVE_ZERO, what_option(help="Number or share of attentions and activations.", **counted)
-    ] = None,
-    speedup: Annotated[
-        float | None,
-        Range(1, above=True),
-        what_option(help="Instead of --remove: how many times as fast a forward pass must be."),
-    ] = None,
+    remove: Annotated[float, ABOVE_ZERO, what_option(help="Number or share of attentions and activations.", **counted)],
     reduction: Annotated[
         choices.Reduction, what_option(**one_of(REDUCTIONS, "What replaces an activation."))
     ] = DEFAULT,
@@ -52,8 +43,6 @@ def joint(
     """
     inputs = Inputs(device=device, dtype="float32", **vars(text))
     inputs.require_loaded("joint", one_place=True)
-    if (remove is None) == (speedup is None):
-        raise LyapunovPruneError("give one budget, --remove K or --speedup S")
 
     from lyapunov_prune.data.examples import slices
     from lyapunov_prune.joint.recovery import RecoveryRecipe
@@ -70,8 +59,7 @@ def joint(
         dense.tokenizer,
         slices(batch),
         output,
-        remove=remove if remove is None else count_of(remove, 2 * dense.structure.num_layers),
-        speedup=speedup,
+        remove=count_of(remove, 2 * dense.structure.num_layers),
         reduction=reduction,
         steps=STEPS,
         recover_steps=LAST_STEPS,
