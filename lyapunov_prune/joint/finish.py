@@ -20,6 +20,7 @@ from lyapunov_prune.export.formats.compact import COMPACT
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.healing.state import KEPT
 from lyapunov_prune.joint.chains import Pair
+from lyapunov_prune.joint.importance import METHOD
 from lyapunov_prune.joint.job import JointJob
 from lyapunov_prune.joint.points import Course
 from lyapunov_prune.joint.recovery import Lesson
@@ -102,7 +103,7 @@ def _plan(job: JointJob, lesson: Lesson) -> PruningPlan:
     """What was removed, as a plan."""
     return PruningPlan(
         gone=PartsGone((), lesson.attention, lesson.activation, job.student.reduction if lesson.activation else None),
-        criterion=f"joint, {job.importance} within each type",
+        criterion=f"joint, {METHOD} within each type",
         alpha=None,
         scores=np.empty(0),
         model=job.student.decoder.identity,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -33,10 +33,8 @@ from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
-Method = Literal["taylor", "learned"]
-STEPS = {"taylor": 16, "learned": 48}  # number of steps, each on one text item or some images
-RATE = 0.05  # learning rate of m̄, whose gradient is scaled to RMS 1 per type; m̄ starts at 1, threshold 1/2
-PULL = 2.0
+METHOD = "taylor"
+STEPS = 16  # each on one text item or some images
 
 
 _Worth = Annotated[np.ndarray, Per("layer", least=-np.inf)]
@@ -47,8 +45,8 @@ class Importance(Result):
     """Importance of the attention and the activation of each layer, (L,) each; the smallest of a type is removed first.
 
     With `m f(x) + (1 − m) f_cut(x)` in every sublayer (f_cut = 0 for attention; for a feed-forward block the block with
-    its activation replaced by `reduction`): `taylor` is `|∂loss/∂m|` at m = 1 of the mean loss over `items` items;
-    `learned` is m̄ after training on as many. The two types are not comparable, and nothing here compares them.
+    its activation replaced by `reduction`): `|∂loss/∂m|` at m = 1 of the mean loss over `items` items. The two types
+    are not comparable, and nothing here compares them.
     """
 
     method: str
@@ -87,38 +85,19 @@ def _measure(model: PreTrainedModel, measure: Callable[[], np.ndarray]) -> np.nd
 
 
 @checked
-def measure_importance(
-    student: Unmerged,
-    examples: Examples,
-    method: Method = "taylor",
-    *,
-    batch: Count = 1,
-    targets: tuple[int, int] = (1, 1),
-    seed: Seed = 0,
-) -> Importance:
-    """Importance by either method, of the unchanged model of `student`, whose weights are not trained.
+def measure_importance(student: Unmerged, examples: Examples, *, batch: Count = 1, seed: Seed = 0) -> Importance:
+    """Importance in the unchanged model of `student`, whose weights are not trained.
 
-    Both methods run STEPS forwards and backwards of `batch` items each, in an order drawn from `seed`. `learned`: one
-    m̄ per sublayer starts at 1; the forward uses the mask `m̄ > ½`, and the gradient is passed straight through to m̄
-    (Bengio, Léonard and Courville, arXiv:1308.3432), scaled to a root mean square of 1 within each type. A penalty PULL
-    with the sign of `kept − wanted` steers each type to its number in `targets`. (Boundary depth pruning, which also
-    trains the weights.)
-
-    Raises LyapunovPruneError for an unknown method, and for gradients that are not finite.
+    STEPS forwards and backwards of `batch` items each, in an order drawn from `seed`. Raises LyapunovPruneError for
+    gradients that are not finite.
     """
-    drawn = drawn_order(len(examples), STEPS[method] * batch, seed)
+    drawn = drawn_order(len(examples), STEPS * batch, seed)
     order = [drawn[i : i + batch] for i in range(0, len(drawn), batch)]
-
-    def measure() -> np.ndarray:
-        if method == "taylor":
-            return taylor(student, examples, order)
-        return learned(student, examples, order, targets)
-
-    worth = _measure(student.model, measure)
+    worth = _measure(student.model, lambda: taylor(student, examples, order))
     require_numbers(worth, "importance by the gradient of the loss")
     attention, activation = worth
     return Importance(
-        method, student.reduction, len(drawn), attention, activation, (examples.measured_on(student.model, seed),)
+        METHOD, student.reduction, len(drawn), attention, activation, (examples.measured_on(student.model, seed),)
     )
 
 
@@ -132,24 +111,6 @@ def taylor(student: Unmerged, examples: Examples, order: Sequence[Sequence[int]]
             (gradient,) = torch.autograd.grad(task_loss(student.model, examples, items), m)
             total += gradient.double().cpu().numpy()
     return np.abs(total / len(order))
-
-
-@torch.enable_grad()
-def learned(
-    student: Unmerged, examples: Examples, order: Sequence[Sequence[int]], targets: tuple[int, int]
-) -> np.ndarray:
-    """m̄ after one step on each of these batches, (2, L) float64."""
-    L = len(student.blocks)
-    m = torch.ones(2, L, device=student.model.device, dtype=student.model.dtype, requires_grad=True)
-    goes = torch.tensor(targets, device=m.device)
-    with mixed(student, lambda: (m > 0.5).to(m) + (m - m.detach())):
-        for items in track(order, "importance"):
-            (gradient,) = torch.autograd.grad(task_loss(student.model, examples, items), m)
-            scale = gradient.square().mean(1, keepdim=True).sqrt().clamp_min(torch.finfo(m.dtype).tiny)
-            pull = PULL * torch.sign((m > 0.5).sum(1) - (L - goes))
-            with torch.no_grad():
-                m -= RATE * (gradient / scale + pull.unsqueeze(1))
-    return m.detach().double().cpu().numpy()
 
 
 def task_loss(model: PreTrainedModel, examples: Examples, items: Sequence[int]) -> torch.Tensor:

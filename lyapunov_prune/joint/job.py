@@ -12,7 +12,6 @@ from typing import Any
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.joint.chains import Pair
 from lyapunov_prune.joint.decision import within_budget
-from lyapunov_prune.joint.importance import Method
 from lyapunov_prune.joint.recovery import RecoveryRecipe
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.results.encoding import encode
@@ -33,7 +32,6 @@ class JointJob:
     origins: tuple[MeasuredOn, ...]
     most: Pair
     remove: int
-    importance: Method
     steps: int
     recover_steps: int
     recipe: RecoveryRecipe
@@ -54,7 +52,6 @@ class JointJob:
             "slices": [origin.key for origin in self.origins],
             "remove": self.remove,
             "reduction": self.student.reduction,
-            "importance": self.importance,
             "recipe": encode(self.recipe),
             "steps": [self.steps, self.recover_steps],
             "seeds": [self.seed, self.seeds],

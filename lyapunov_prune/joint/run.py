@@ -16,7 +16,6 @@ from lyapunov_prune.forward.hooks import run_through
 from lyapunov_prune.healing.trained import require_trainable
 from lyapunov_prune.joint.decision import within_budget
 from lyapunov_prune.joint.finish import finish
-from lyapunov_prune.joint.importance import Method
 from lyapunov_prune.joint.job import JointJob, timed
 from lyapunov_prune.joint.recovery import RecoveryRecipe
 from lyapunov_prune.joint.result import JointRun
@@ -43,7 +42,6 @@ def remove_jointly(
     *,
     remove: int,
     reduction: str = DEFAULT,
-    importance: Method = "taylor",
     steps: Count = 12,
     recover_steps: Count = 100,
     recipe: RecoveryRecipe = _RECIPE,
@@ -88,7 +86,6 @@ def remove_jointly(
         origins,
         most,
         remove=remove,
-        importance=importance,
         steps=steps,
         recover_steps=recover_steps,
         recipe=recipe,

@@ -41,9 +41,7 @@ def search(job: JointJob, store: Store) -> Found:
             lambda: measure_importance(
                 job.student,
                 learn,
-                job.importance,
                 batch=job.recipe.batch,
-                targets=_targets(reach, job.most),
                 seed=job.seed,
             ),
         )
@@ -68,12 +66,6 @@ def search(job: JointJob, store: Store) -> Found:
             selection_error=_selection_error(points, between),
         )
     return Found(worth, course, points, fitted, decision)
-
-
-def _targets(reach: int, most: Pair) -> Pair:
-    """How many of each type learned importance removes: half of the points' reach."""
-    half = max(reach // 2, 1)
-    return min(half, most[0]), min(half, most[1])
 
 
 def _selection_error(points: Points, between: list[Pair]) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from helpers import hooks_of, make_tiny
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import deviation, uncached_logits
-from lyapunov_prune.joint import importance as module
 from lyapunov_prune.joint.importance import Importance, measure_importance, mixed, task_loss, taylor
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.decoder import wrap_any
@@ -74,29 +71,8 @@ def test_a_branch_that_does_nothing_goes_first(ids: torch.Tensor, batch: TokenBa
         subject.layers[4].mlp.down_proj.weight.mul_(1e-4)
     before = [p.clone() for p in subject.model.parameters()]
     assert measure_importance(subject, batch).first(1, 1) == ((2,), (4,))
-    measure_importance(subject, batch, "learned")
     assert all(torch.equal(p, q) for p, q in zip(subject.model.parameters(), before, strict=True))
     assert all(p.requires_grad and p.grad is None for p in subject.model.parameters())
-
-
-def test_learned_lets_the_least_go_and_as_many_as_it_is_told(
-    ids: torch.Tensor, batch: TokenBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a loss that is linear in the mask, `−Σ w m`, attentions a thousand times those of the activations."""
-    worth = torch.tensor([[5.0, 1.0, 6.0, 2.0, 7.0, 8.0], [0.007, 0.006, 0.001, 0.008, 0.005, 0.009]])
-    masks: list[Any] = []
-
-    @contextmanager
-    def note(student: Unmerged, weights: Any) -> Iterator[None]:
-        masks.append(weights)
-        yield
-
-    monkeypatch.setattr(module, "mixed", note)
-    monkeypatch.setattr(module, "task_loss", lambda *_: -(worth * masks[-1]()).sum())
-    found = measure_importance(student("llama", ids, torch.float32), batch, "learned", targets=(2, 1))
-    assert [sorted(layers) for layers in found.first(2, 1)] == [[1, 3], [2]]
-    assert ((found.attention > 0.5).sum(), (found.activation > 0.5).sum()) == (4, 5)
-    assert set(masks[-1]().flatten().tolist()) == {0.0, 1.0}
 
 
 def test_types_are_ordered_apart_and_files_come_back(ids: torch.Tensor, batch: TokenBatch, tmp_path: Path) -> None:
@@ -109,8 +85,6 @@ def test_types_are_ordered_apart_and_files_come_back(ids: torch.Tensor, batch: T
 
 def test_what_is_wrong_is_said(ids: torch.Tensor, batch: TokenBatch) -> None:
     subject = student("llama", ids, torch.float32)
-    with pytest.raises(LyapunovPruneError, match="method is 'gradient'"):
-        measure_importance(subject, batch, "gradient")
     with torch.no_grad():
         subject.model.lm_head.weight[0] = torch.inf
     with pytest.raises(LyapunovPruneError, match="gradient of the loss"):

@@ -75,7 +75,7 @@ def removed(model: PreTrainedModel, folder: Path, name: str = "out", **changes: 
     ("family", "options"),
     [
         ("llama", {}),
-        ("llama", {"reduction": "affine", "recipe": RecoveryRecipe(), "importance": "learned"}),
+        ("llama", {"reduction": "affine", "recipe": RecoveryRecipe()}),
         ("gpt2", {"recipe": RecoveryRecipe(rank=2, optimizer="sgd"), "seeds": 1}),
     ],
 )
@@ -129,8 +129,8 @@ def test_a_classifier_of_images(family: str, tmp_path: Path) -> None:
     model = make_classifier(family)
     cut = cut_in_three(ImageBatch(pixels, labels, "noise", "all"))
     recipe = RecoveryRecipe(batch=4, rank=2)
-    run = removed(model, tmp_path, remove=3, slices=cut, recipe=recipe, importance="learned")
-    assert run.importance.items == 48 * 4
+    run = removed(model, tmp_path, remove=3, slices=cut, recipe=recipe)
+    assert run.importance.items == 16 * 4
     assert run.measured_on.images
     assert run.against_dense() is None
     assert "top-1 accuracy" in run.headline()
@@ -246,7 +246,7 @@ def test_another_run_takes_nothing_of_the_work_that_it_finds_and_leaves_it(tmp_p
 
 def test_work_is_kept_apart_by_whatever_it_depends_on(tmp_path: Path) -> None:
     changes: list[dict[str, Any]]
-    changes = [{}, {"remove": 3}, {"steps": 2}, {"importance": "learned"}, {"recipe": RecoveryRecipe(rank=3)}]
+    changes = [{}, {"remove": 3}, {"steps": 2}, {"recipe": RecoveryRecipe(rank=3)}]
     for change in changes:
         cut_off(shallow(), tmp_path, 1, **change)
     assert len(list((tmp_path / "jobs").iterdir())) == len(changes)
@@ -281,7 +281,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"remove": 0}, "0 to remove"),
     ({"remove": 12}, "12 to remove"),
     ({"reduction": "identity"}, "reduction identity"),
-    ({"importance": "size"}, "importance is 'size'"),
     ({"steps": 0}, "steps"),
 ]
 

@@ -67,7 +67,7 @@ def measure(model: PreTrainedModel, batch: TokenBatch) -> Disparity:
     reading = read(wrap(model), batch)
     student = Unmerged(wrap_any(model), REDUCTION, lambda: run_through(wrap_any(model), batch))
     groups = np.array_split(np.arange(len(batch)), GROUPS)
-    worth = [measure_importance(student, batch.take(g.tolist()), "taylor") for g in groups]
+    worth = [measure_importance(student, batch.take(g.tolist())) for g in groups]
     return Disparity(
         reduction=REDUCTION,
         windows=len(groups[0]),
