@@ -23,6 +23,7 @@ _waiting: object = None  # the active status where no spinner is shown
 _phase = ""  # a prefix for the descriptions of bars
 _EVERY = 0.5  # seconds between updates of a bar in a notebook
 _LONG, _AGAIN = 10.0, 60.0  # seconds after which a step has its first line where there are no bars, and between lines
+_PER_CENT = 10**5  # things from which on a line says their share
 _muted = False
 
 
@@ -139,7 +140,8 @@ class _Step:
     def line(self, now: float) -> str:
         took, left, done = now - self.began, "", f"{self.done:g}"
         if self.total:
-            done = f"{self.done:g}/{self.total:g}" if self.total == int(self.total) else f"{self.done / self.total:.0%}"
+            few = self.total == int(self.total) < _PER_CENT
+            done = f"{self.done:g}/{self.total:g}" if few else f"{self.done / self.total:.0%}"
             if 0 < self.done < self.total:
                 left = f", {_duration(took / self.done * (self.total - self.done))} left"
         return f"{self.name}: {done}, {_duration(took)}{left}"

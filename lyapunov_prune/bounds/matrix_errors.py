@@ -67,7 +67,7 @@ class MatrixErrors(Result):
     def answer(self) -> list[str]:
         if self.violations:
             return [f"VIOLATION: {check}" for check in self.violations[:3]]
-        held = f"all {len(self.names)} certified bounds held"
+        held = "its certified bound held" if len(self.names) == 1 else f"all {len(self.names)} certified bounds held"
         if np.isnan(self.error).all():
             return [f"The matrices of the worst layers: {held}, each in one direction alone."]
         worst = int(np.nanargmax(self.error))

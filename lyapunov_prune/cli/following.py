@@ -22,7 +22,7 @@ _NEXT = {
     "export": (_SCORED,),
     "heal": ("eval {output} --against {teacher} --speed", "eval {output} --against smollm2-135m --speed"),
     "eval": ("hierarchy {against} {model}", "shrink {model} -o smaller.gguf"),
-    "check": ("explain {model} {compressed}",),
+    "check": ("explain {model} {compressed}", "eval {model}"),
     "sensitivity": (_PRUNED,),
     "hierarchy": ("eval {compressed} --against {dense}",),
 }

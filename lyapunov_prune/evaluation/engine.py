@@ -77,8 +77,8 @@ class EngineScores(Result):
 
     def headline(self) -> str:
         return (
-            f"In {self.engine}, {self.threads} threads: the same windows; prompt of {self.prompt}, {self.steps} tokens "
-            f"decoded, {self.repeats} times"
+            f"In {self.engine}, {self.threads} thread{'s' * (self.threads > 1)}: the same windows; prompt of "
+            f"{self.prompt}, {self.steps} tokens decoded, {self.repeats} times"
         )
 
     def answer(self) -> list[str]:

@@ -135,7 +135,7 @@ class Speed(Result):
 
     def answer(self) -> list[str]:
         first = self.rows[0]
-        where = f"{self.dtype} on {self.device}, {self.threads} threads"
+        where = f"{self.dtype} on {self.device}, {self.threads} thread{'s' * (self.threads > 1)}"
         if self.images:
             return [f"{r.model}, images/s against {first.model}: {r.told('prefill')}." for r in self.rows[1:]]
         return [
@@ -146,7 +146,7 @@ class Speed(Result):
     def headline(self) -> str:
         run = f"prompt of {self.prompt}, {self.steps} tokens decoded"
         return (
-            f"Speed, {self.dtype} on {self.device} ({self.threads} threads): "
+            f"Speed, {self.dtype} on {self.device} ({self.threads} thread{'s' * (self.threads > 1)}): "
             f"{f'{self.prompt} images at once' if self.images else run}, {self.repeats} times"
         )
 

@@ -239,12 +239,13 @@ class Explanation(Decomposed, Result):
         named = ", ".join(f"{_part(self.names[i])} ({self.gain[i] / self.kl:.0%})" for i in order)
         first = order[0]
         together = float(np.nansum(self.kl_only))
+        apart = f"{'more' if self.kl > together else 'less'}, by {abs(self.kl - together):.3g}"
+        apart = "as much" if np.isclose(self.kl, together) else apart
         return [
             f"To blame most, by the share of the KL that putting it back alone saves: {named}.",
             f"With {_part(self.names[first])} put back, KL is {self.kl_but[first]:.3g} and perplexity "
             f"{number(np.exp(self.loss_but[first]))}; with it alone compressed, KL is {self.kl_only[first]:.3g}.",
-            f"The KLs of each alone sum to {together:.3g}; all together cost "
-            f"{'more' if self.kl > together else 'less'}, by {abs(self.kl - together):.3g}.",
+            f"The KLs of each alone sum to {together:.3g}; all together cost {apart}.",
         ]
 
     def _kind(self) -> str:

@@ -115,8 +115,8 @@ def pair_up(
     first = read(dense, batch)
     second = read(compressed, first.batch)
     mine, theirs = first.structure, second.structure
+    layers = kept_layers(dense, compressed) if kept is None else tuple(kept)
     require_versions(mine, theirs)
-    layers = kept_layers(compressed, mine.num_layers) if kept is None else tuple(kept)
     _require_fitting(layers, theirs.num_layers, mine.num_layers)
     total = mine.num_layers
     sides = Side(first, tuple(range(total)), total, folder), Side(second, layers, total, folder)
@@ -131,12 +131,14 @@ def pair_up(
     return sides
 
 
-def kept_layers(compressed: Decoder, total: int) -> tuple[int, ...]:
-    """The dense model's number of every layer of `compressed`, from its provenance if layers were removed.
+def kept_layers(dense: Decoder, compressed: Decoder) -> tuple[int, ...]:
+    """The number in `dense` of every layer of `compressed`, from its provenance if layers were removed.
 
-    Raises LyapunovPruneError if there is no provenance, or it is of a dense model with another number of layers.
+    Raises LyapunovPruneError for models of different families, widths or vocabularies, if there is no provenance, or it
+    is of a dense model with another number of layers.
     """
-    own = compressed.structure.num_layers
+    require_versions(dense.structure, compressed.structure)
+    own, total = compressed.structure.num_layers, dense.structure.num_layers
     if own == total:
         return tuple(range(total))
     name = compressed.model.config._name_or_path

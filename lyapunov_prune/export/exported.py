@@ -33,8 +33,8 @@ class Exported(Result):
         return GateReport(self.checks).to_frame()
 
     def headline(self) -> str:
-        stored = ", ".join(f"{count} tensors {kind}" for kind, count in self.stored.items())
-        return f"{self.source} as {self.format}: {stored}; {self.size / 1e6:.1f} MB"
+        stored = ", ".join(f"{count} {kind}" for kind, count in self.stored.items())
+        return f"{self.source} as {self.format}: tensors {stored}; {self.size / 1e6:.1f} MB"
 
     def answer(self) -> list[str]:
         left = f" Not run: {', '.join(self.not_run)}." if self.not_run else ""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 from torch import nn
@@ -36,7 +37,7 @@ ENGINE = "same in llama.cpp"
 _TOP, _GREEDY = 64, 64
 # The limit: a multiple of the KL that rounding the inputs causes, and a least limit in nats.
 _TIMES, _LEAST = 3.0, 1e-6
-_BLOCK, _SUPER_BLOCK = 32, 256  # how many 8-bit inputs share a scale in llama.cpp; the second is used with K-quants
+_BLOCK, _SUPER_BLOCK = 32, 256  # how many 8-bit inputs share a scale in llama.cpp, as many as weights share a block
 _WIDE = {"F32", "F16", "BF16", "F64"}
 
 
@@ -119,13 +120,13 @@ def stretches(edge: int, given: int, predicted: int) -> dict[str, slice]:
 def rounded_inputs(decoder: Decoder, file: Path) -> Iterator[None]:
     """Within the block, inputs of the matrices of `decoder` are rounded as llama.cpp does for the types in `file`.
 
-    Quantised matrices take 8 bits with a scale for every 32 numbers (256 beside K-quants), the others half precision.
+    Quantised matrices take 8 bits with a scale for every 256 numbers if the file has types in such blocks and the row
+    is whole ones, else for every 32; the others take half precision.
     """
-    kinds = {tensor.quantisation for tensor in read_header(file).tensors}
-    size = 0 if kinds <= _WIDE else _SUPER_BLOCK if any("_K" in kind or kind[0] == "I" for kind in kinds) else _BLOCK
+    sizes = _shared({tensor.quantisation for tensor in read_header(file).tensors})
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return (_rounded(args[0], size), *args[1:]), kwargs
+        return (_rounded(args[0], sizes), *args[1:]), kwargs
 
     modules = list(decoder.model.modules())
     matrices = [m for m in modules if isinstance(m, nn.Linear | Conv1D) or any(stack.routed for stack in stacks(m))]
@@ -133,8 +134,15 @@ def rounded_inputs(decoder: Decoder, file: Path) -> Iterator[None]:
         yield
 
 
-def _rounded(values: torch.Tensor, size: int) -> torch.Tensor:
-    if size == 0 or values.shape[-1] % size:
+def _shared(kinds: set[str]) -> tuple[int, ...]:
+    """How many inputs share a scale beside matrices of these types, the most first."""
+    blocks = {gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] for kind in kinds - _WIDE}
+    return tuple(sorted(blocks, reverse=True))
+
+
+def _rounded(values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    size = next((each for each in sizes if values.shape[-1] % each == 0), 0)
+    if size == 0:
         return values.to(torch.bfloat16).to(values.dtype)
     blocks = values.float().unflatten(-1, (-1, size))
     scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)

@@ -67,7 +67,7 @@ class JointRun(Result):
         score = "top-1 accuracy" if self.measured_on.images else "−loss in nats a token"
         attention, activation = self.decision.chosen
         others = int(self.decision.within.sum()) - 1
-        sure = "certain under the measured noise" if self.decision.certain else f"{others} other pairs lie within noise"
+        sure = "certain under the measured noise" if self.decision.certain else f"others within noise: {others}"
         before, after = self.parameters
         return [
             f"Removed {attention} attentions and {activation} activations of {self.decision.layers} layers ({sure}).",

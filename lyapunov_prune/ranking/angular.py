@@ -24,6 +24,7 @@ from lyapunov_prune.ranking.counts import count_of, protected_layers, require_co
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn
+from lyapunov_prune.results.wording import layers_of
 
 _TOKENS = 16  # tokens cast to float64 at once; for more, allocating fresh memory costs more than the arithmetic
 
@@ -95,7 +96,7 @@ class AngularDistance(Ranking):
     def answer(self) -> list[str]:
         frame = self.to_frame()
         shown = frame[frame.layers.isin([1, 2, 4, 8])]
-        runs = "; ".join(f"{r.layers} in a row: {r.first}–{r.last} ({r.distance:.3g})" for r in shown.itertuples())
+        runs = "; ".join(f"{layers_of(range(r.first, r.last + 1))} ({r.distance:.3g})" for r in shown.itertuples())
         return [
             f"The runs of layers that turn the state least (1 − cos): {runs}.",
             "A small angle is a score, no loss: prune, then eval --against shows what a run costs.",

@@ -131,7 +131,8 @@ class LayerRanking(Ranking):
         part = {"layers": "", "attention": "the attention of ", "mlp": "the MLP of "}[self.what]
         named = f"{part}layer{'s' * (len(some) > 1)} {', '.join(map(str, some))}"
         lines = [
-            f"First to go by {self.criterion}: {named} (in this order, of {layers}){floor_note(self.below_floor)}.",
+            f"First to go by {self.criterion}: {named} ({'in this order, ' * (len(some) > 1)}of {layers})"
+            f"{floor_note(self.below_floor)}.",
             f"Score by layer, lowest removed first: {bars(self.scores)}",
         ]
         if self.protected:
@@ -141,7 +142,8 @@ class LayerRanking(Ranking):
             firm = [i for i in some if often[i] >= FIRM]
             shaky = [i for i in some if often[i] < FIRM]
             lines.append(
-                f"Among the first {len(some)} in {FIRM:.0%} or more of redrawn windows: {ranges(firm)}"
+                f"{f'Among the first {len(some)}' if len(some) > 1 else 'First'} in {FIRM:.0%} or more of redrawn "
+                f"windows: {ranges(firm)}"
                 + (f"; less often: {', '.join(f'{i} ({often[i]:.0%})' for i in shaky)}." if shaky else ".")
             )
         lines.append("A score orders layers; it says neither how many can go nor what they cost together.")

@@ -30,7 +30,7 @@ def test_every_template_names_arguments_of_its_command() -> None:
     for command in _NEXT:
         values = {p.name: "a b" for p in GROUP.commands[command].params}
         assert "{" not in following(command, values, Ratio(2, 2, 2))
-    assert following("check", {"model": "m", "compressed": None}, None) == ""
+    assert following("check", {"model": "m", "compressed": None}, None) == "eval m"
     assert following("compress", {"model": "m", "output": "a b"}, None) == "eval 'a b' --against m"
 
 

@@ -349,6 +349,7 @@ def test_the_first_layer_that_is_not_finite_is_named(which: int, llama: PreTrain
         (lambda: make_tiny("gpt2"), {}, "family of gpt2 and the dense one of llama"),
         (lambda: make_tiny("llama", hidden_size=64), {}, "width of 64"),
         (lambda: make_tiny("llama", vocab_size=101), {}, "vocabulary of 101"),
+        (lambda: make_tiny("llama", vocab_size=101, num_hidden_layers=4), {}, "vocabulary of 101"),
         (lambda: operated(make_tiny("llama"), [1]), {}, "5 layers and the dense one 6"),
         (lambda: operated(make_tiny("llama"), [1]), {"kept": (0, 1, 2, 3)}, "do not fit the 5 layers"),
         (lambda: operated(make_tiny("llama"), [1]), {"kept": (0, 2, 3, 4, 6)}, "do not fit the 5 layers"),

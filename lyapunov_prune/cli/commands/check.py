@@ -77,4 +77,4 @@ def _check_file(model: str) -> None:
     else:
         show(found, None)
     if not found.passed:
-        raise CheckFailed(f"{model} is broken; what to do stands beside each of the {len(found.findings)} faults")
+        raise CheckFailed(f"{model} is broken; what to do stands beside each fault")

@@ -52,7 +52,7 @@ def explain(
     for model in (loaded.model, other.model):
         require_unseen(model, batch)
     reading = read(loaded, batch)
-    kept = kept_layers(other, loaded.structure.num_layers)
+    kept = kept_layers(loaded, other)
     diagnosis = diagnose(loaded, other, reading, kept=kept)
     at_once = windows_at_once(loaded, inputs.context)
     try:
