@@ -30,6 +30,7 @@ _PACKAGE = Path(__file__).parents[1]
 _OF_PATHS = {getattr(errno, name) for name in (*_NAMES, *_ROOM)}
 # As the backends of torch.distributed say it of a process that ended while others waited for it.
 _PEER_LOST = re.compile(r"gloo.*(closed|reset) by peer|ncclRemoteError", re.DOTALL)
+_NO_MEMORY = os.strerror(errno.ENOMEM)  # as torch and the operating system say it, in whatever error
 READER_GONE = 141  # as a shell tells of a process that SIGPIPE ended
 _LONGEST = 300  # characters of what is repeated of the command line, and of an error's own words
 
@@ -52,8 +53,10 @@ def as_refusal(error: BaseException, arguments: list[str]) -> LyapunovPruneError
     if type(error).__name__ == "OutOfMemoryError":  # torch's own, and torch may not have been imported
         told = str(error).partition(". ")[0]
         return LyapunovPruneError(f"{told}; lower --context, or give --device cpu")
-    if isinstance(error, MemoryError):
-        return LyapunovPruneError("the memory is full; lower --context, or give a smaller model")
+    if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
+        return LyapunovPruneError(
+            "the memory is full; lower --context, give a smaller model, or --device disk to a command that has it"
+        )
     if isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)):
         return LyapunovPruneError("another process failed, see its message; correct that and start all of them again")
     file = getattr(error, "filename", None)

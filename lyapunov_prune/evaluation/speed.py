@@ -63,7 +63,7 @@ class Faster:
 
     def told(self) -> str:
         if self.busy:
-            return f"machine busy: measured beyond the × {self.most:.2f} that its operations allow"
+            return f"unknown (machine busy: measured beyond the × {self.most:.2f} that its operations allow)"
         told = f"× {self.value:.2f}"
         if math.isfinite(self.low):
             told += f" ({self.low:.2f} to {self.high:.2f})"

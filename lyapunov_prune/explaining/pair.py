@@ -144,7 +144,7 @@ def kept_layers(dense: Decoder, compressed: Decoder) -> tuple[int, ...]:
     name = compressed.model.config._name_or_path
     provenance = made_by(name)
     if provenance is None or provenance.plan.model.num_layers != total:
-        why = "no provenance says which are left; give the folder or file that prune wrote, or in Python kept=[…]"
+        why = "no provenance says which are left; give the folder or file that prune wrote, or in Python kept=plan.kept"
         if provenance is not None:
             of = provenance.plan.model.num_layers
             why = f"it was made from {provenance.source!r} of {of} layers; give that one as the dense model"

@@ -73,8 +73,9 @@ class LayerProfile(Result):
         turn = self.influence.influence
         contracting, transitions = self.contraction.contracting
         lines = [
-            f"Try to remove first: {layers_of(self.candidates)} (of 0 to {len(turn) - 1}). They turn the hidden "
-            f"state least (Block Influence){self._firmness()}.",
+            f"Try to remove first: {layers_of(self.candidates)} (of 0 to {len(turn) - 1}). "
+            f"{'They turn' if len(self.candidates) > 1 else 'It turns'} the hidden state least (Block Influence)"
+            f"{self._firmness()}.",
             f"Keep: {layers_of(self.kept)}: the ends, and what turns the state over {KEEP:g} × the median or "
             "carries a token of enormous norm.",
             f"Block Influence by layer: {bars(turn)}",
@@ -101,7 +102,7 @@ class LayerProfile(Result):
         ranks = np.argsort(np.argsort(draws[:, free], axis=1, kind="stable"), axis=1)
         often = (ranks < len(self.candidates)).mean(0)
         least = min((often[free.index(i)] for i in self.candidates), default=1.0)
-        return f", each in at least {least:.0%} of redrawn windows"
+        return f", {'each ' * (len(self.candidates) > 1)}in at least {least:.0%} of redrawn windows"
 
     def _disagreement(self) -> list[str]:
         """A warning that names the layers where the two poolings disagree, and why; empty if there are none."""

@@ -74,7 +74,12 @@ def test_a_path_is_the_users_to_mend(code: int) -> None:
 
 
 def test_a_full_memory_is_the_users_to_mend() -> None:
-    assert as_refusal(caught(MemoryError()), []).exit_code == 2
+    for full in (
+        MemoryError(),
+        RuntimeError("unable to mmap x: Cannot allocate memory (12)"),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+    ):
+        assert as_refusal(caught(full), []).exit_code == 2
 
 
 def caught(error: Exception) -> Exception:
