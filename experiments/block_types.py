@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from lyapunov_prune.budget.blocks import BLOCKS
 from lyapunov_prune.budget.cost import TensorCost
 from lyapunov_prune.budget.fisher import matrices_of
-from lyapunov_prune.budget.spend import rounded
 from lyapunov_prune.forward.reading import Reading
-from lyapunov_prune.models.gguf_tensors import BlockType
 from lyapunov_prune.models.hooked import hooked
 
 
@@ -46,4 +45,4 @@ def fill(small: nn.Module, dense: nn.Module, known: Sequence[TensorCost], pick: 
     """The matrices of `small` become those of `dense` in the types `pick`."""
     for t, k in zip(known, pick, strict=True):
         W = dense.get_parameter(t.name).detach().numpy()
-        small.get_parameter(t.name).copy_(torch.from_numpy(rounded(W, BlockType(t.kinds[k], t.importance))))
+        small.get_parameter(t.name).copy_(torch.from_numpy(BLOCKS.rounded(W, t.kinds[k], t.importance)))

@@ -1,14 +1,16 @@
-"""The best model of a size: a block type for every matrix, by what its rounding costs the prediction.
+"""The best model of a size: a type for every matrix, by what its rounding costs the prediction.
 
 - `fisher`: how much the prediction minds a change of each weight;
-- `cost`: the bytes and the cost of every matrix in every type of llama.cpp;
+- `storage`: what a model is written as: `blocks`, the block types of a GGUF file, or `schemes`, packed integers in a
+  folder;
+- `cost`: the bytes and the cost of every matrix in every type;
 - `size`: the size that is asked for, `300MB`, `50%` or `4.5bpw`;
 - `measured`: what rounding costs, measured one matrix at a time;
 - `alone`: what stands beside a removal, the whole model rounded to the same bytes;
-- `spend`: all steps, from a model to a GGUF file of that size and what it lost;
+- `spend`: all steps, from a model to a file or folder of that size and what it lost;
 - `spent`: the result.
 
-A new type is a line in `cost.KINDS`.
+A new type is a line in `blocks.KINDS` or `schemes.SCHEMES`.
 """
 
 import lazy_loader

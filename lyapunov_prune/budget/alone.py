@@ -7,9 +7,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from lyapunov_prune.budget.cost import costs, kinds_for, size_in
+from lyapunov_prune.budget.blocks import BLOCKS
+from lyapunov_prune.budget.cost import costs
 from lyapunov_prune.budget.fisher import matrices_of
-from lyapunov_prune.budget.spend import chosen_types
+from lyapunov_prune.budget.spend import chosen_types, least_of
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.llama_cpp import installed
@@ -40,8 +41,7 @@ def rounded_alone(decoder: Decoder, left: int, output: Path, batch: TokenBatch |
             stored = min(stored, size.bits)
         bits, matrices = stored * left / model.num_parameters(), matrices_of(model)
         weights = sum(p.numel() for p in matrices.values())
-        least = sum(size_in(kinds_for(p.shape[-1])[0], p.numel()) for p in matrices.values())
-        if not installed() or decoder.wrapped or bits * weights < 8 * least:
+        if not installed() or decoder.wrapped or bits * weights < 8 * least_of(BLOCKS, matrices):
             return None
         command = f"lyapunov-prune shrink {shlex.quote(model_name(model))} --size {bits:.3g}bpw -o small{SUFFIX}"
         kl = None

@@ -1,29 +1,22 @@
-"""What every matrix takes and costs in every block type."""
+"""What every matrix takes and costs in every type."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from lyapunov_prune.budget.blocks import BLOCKS
 from lyapunov_prune.budget.fisher import fisher, matrices_of
+from lyapunov_prune.budget.storage import Storage
 from lyapunov_prune.forward.reading import Reading
-from lyapunov_prune.models.ggml import Kind, bits_of, dequantised, fits, quantised
 
 T = TypeVar("T")
-# All that llama.cpp runs from 2 to 16 bits. Types of fewer bits are beyond what second order predicts.
-KINDS = (
-    *(Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.Q2_K, Kind.IQ3_XXS, Kind.IQ3_S, Kind.Q3_K),
-    *(Kind.IQ4_XS, Kind.MXFP4, Kind.IQ4_NL, Kind.Q4_0, Kind.Q4_K, Kind.Q4_1),
-    *(Kind.Q5_0, Kind.Q5_K, Kind.Q5_1, Kind.Q6_K, Kind.Q8_0, Kind.BF16, Kind.F16),
-)
-# Types of fewer bits than this share of the mean are not tried, to save time: they are the slowest to write.
-_NARROW = 0.6
-_LEAST = 0.35  # one narrower type stays, for matrices that have to make room for others: of at least this share
 _AT_ONCE = 2**20  # numbers rounded at once
 _SAMPLED = 2**18  # numbers of a matrix that are rounded for its costs
 _FLOOR = 1e-6  # of the mean importance: a block whose columns all have none would have no scale
@@ -31,51 +24,51 @@ _FLOOR = 1e-6  # of the mean importance: a block whose columns all have none wou
 
 @dataclass(frozen=True, eq=False)
 class TensorCost:
-    """A matrix in each of `kinds`: `bytes` (K,) and `cost` (K,), nats a token.
+    """A matrix in each of `kinds`, types of a `Storage`: `bytes` (K,) and `cost` (K,), nats a token.
 
-    `importance` (columns,), or (experts × columns) of the experts that a tensor holds, rounds it.
+    `importance` (columns,), or (experts × columns) of the experts that a tensor holds, rounds it. Those with the same
+    `together` get the same type.
     """
 
     name: str
-    kinds: tuple[Kind, ...]
+    kinds: tuple[Any, ...]
     bytes: np.ndarray
     cost: np.ndarray
     importance: np.ndarray
-
-
-def kinds_for(columns: int, bits: float = 0.0) -> list[Kind]:
-    """The types that rows of so many columns can take, narrowest first, for a mean of `bits` a weight."""
-    fitting = [kind for kind in KINDS if fits(kind, columns)]
-    narrow = min((kind for kind in fitting if bits_of(kind) >= _LEAST * bits), key=bits_of)
-    return [kind for kind in fitting if kind is narrow or bits_of(kind) >= _NARROW * bits]
-
-
-def size_in(kind: Kind, numbers: int) -> int:
-    return int(numbers * bits_of(kind)) // 8
+    together: str | None = None
 
 
 def costs(
-    reading: Reading, *, bits: float = 0.0, seed: int = 0, importance: Mapping[str, np.ndarray] | None = None
+    reading: Reading,
+    storage: Storage = BLOCKS,
+    *,
+    bits: float = 0.0,
+    seed: int = 0,
+    importance: Mapping[str, np.ndarray] | None = None,
 ) -> Iterator[TensorCost]:
-    """The cost of every matrix of a model, `c(q) = ½ Σ_ij F_ij (Q_q(W)_ij − W_ij)²`, in the types of `kinds_for`.
+    """The cost of every matrix of a model, `c(q) = ½ Σ_ij F_ij (Q_q(W)_ij − W_ij)²`, in the types of the storage.
 
     `F` is the diagonal of the Fisher information on the batch (`fisher`), and `c` the second-order estimate of the KL
     a token that rounding this matrix causes. Columns are weighted by `importance` where it has the matrix, else by
     `Σ_i F_ij`; experts in one tensor each have importances of their own, and their costs are added. Costs are summed in
     float64, one matrix in memory beside the model and the sums of `fisher`; of a large matrix over the rows of
-    `_sample`.
+    `_sample`. Those with one type alone come first.
     """
     matrices = matrices_of(reading.model)
-    for name, found in fisher(reading, matrices, seed):
+    kinds = {name: tuple(storage.kinds_for(name, p.shape[-1], bits)) for name, p in matrices.items()}
+    sizes = {name: np.array([storage.size_in(k, p.shape) for k in kinds[name]]) for name, p in matrices.items()}
+    for name in [name for name in matrices if len(kinds[name]) == 1]:
+        columns = np.ones(matrices[name].shape[-1], np.float32)
+        yield TensorCost(name, kinds[name], sizes[name], np.zeros(1), columns)
+    for name, found in fisher(reading, {name: p for name, p in matrices.items() if len(kinds[name]) > 1}, seed):
         W = matrices[name].detach().float().cpu().numpy()
         F = found.cpu().numpy()
         given = (importance or {}).get(name)
         columns = _scaled(F.sum(-2, dtype=np.float64) if given is None else np.asarray(given, np.float64))
-        kinds = tuple(kinds_for(W.shape[-1], bits))
         each = zip(by_expert(W), by_expert(F), np.atleast_2d(columns), strict=True)
         most = max(1, _SAMPLED // (W[..., 0, :].size))
-        cost = np.sum([_costs(w, f, kinds, c, most) for w, f, c in each], axis=0)
-        yield TensorCost(name, kinds, np.array([size_in(kind, W.size) for kind in kinds]), cost, columns)
+        cost = np.sum([_costs(w, f, storage, kinds[name], c, most) for w, f, c in each], axis=0)
+        yield TensorCost(name, kinds[name], sizes[name], cost, columns, storage.together.get(name))
 
 
 def by_expert(W: np.ndarray) -> np.ndarray:
@@ -90,10 +83,18 @@ def _scaled(columns: np.ndarray) -> np.ndarray:
     return np.where(mean > 0, scaled, 1).astype(np.float32)
 
 
-def _costs(W: np.ndarray, F: np.ndarray, kinds: Sequence[Kind], columns: np.ndarray, most: int) -> np.ndarray:
+def _costs(
+    W: np.ndarray, F: np.ndarray, storage: Storage, kinds: Sequence[Any], columns: np.ndarray, most: int
+) -> np.ndarray:
     """The cost of a matrix in each of `kinds` (K,), from `most` of its rows."""
     rows, share = _sample(W, F, most)
-    return np.array([_cost(W[rows], F[rows] * share[:, None], kind, columns) for kind in kinds])
+    W, F = W[rows], F[rows] * share[:, None]
+
+    def part(kind: Any, rows: slice) -> float:
+        moved = storage.rounded(W[rows], kind, columns) - W[rows]
+        return 0.5 * float(np.sum(F[rows] * moved * moved, dtype=np.float64))
+
+    return np.array([sum(in_parts(W, partial(part, kind))) for kind in kinds])
 
 
 def _sample(W: np.ndarray, F: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -109,14 +110,6 @@ def _sample(W: np.ndarray, F: np.ndarray, most: int) -> tuple[np.ndarray, np.nda
     drawn = np.searchsorted(total, total[-1] * (np.arange(most) + 0.5) / most)
     rows, times = np.unique(drawn, return_counts=True)
     return rows, (times * total[-1] / most / np.maximum(size[rows], 1e-300)).astype(np.float32)
-
-
-def _cost(W: np.ndarray, F: np.ndarray, kind: Kind, importance: np.ndarray) -> float:
-    def part(rows: slice) -> float:
-        moved = dequantised(quantised(W[rows], kind, importance), kind) - W[rows]
-        return 0.5 * float(np.sum(F[rows] * moved * moved, dtype=np.float64))
-
-    return sum(in_parts(W, part))
 
 
 def in_parts(W: np.ndarray, work: Callable[[slice], T]) -> list[T]:

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import torch
-from lyapunov_prune.linalg import lift, row_blocks
+from lyapunov_prune.linalg import lift, row_blocks, widen
 
 TERNARY = 1.58  # three values, log2 3 bits
 WIDTHS = (TERNARY, *range(2, 9))
+_LEAST, _SHARES = 0.7, 13  # steps from this share of the widest one up, so many of them
 
 
 class Steps(NamedTuple):
@@ -84,6 +85,25 @@ def stepped(W: torch.Tensor, bits: float, group_size: int | None, symmetric: boo
     scale = scale.where(scale > 0, 1)  # all zero: any scale will do
     zero = (-low / scale).round()
     return Steps(scale, -zero, top - zero)
+
+
+def fitted(W: torch.Tensor, bits: int, group_size: int | None, importance: torch.Tensor) -> Steps:
+    """The symmetric grids of `stepped` with steps that leave the least `Σ_j c_j (w_j − s q_j)²` in every group.
+
+    `importance` (n,) are the `c_j`. The steps tried are shares of that of `stepped`, from `_LEAST` of it up: a shorter
+    one cuts off the largest weights and rounds the others less. Errors are summed in float32, or float64 for such W.
+    """
+    widest = stepped(W, bits, group_size, symmetric=True)
+    groups = widen(W).view(len(W), -1, group_size or W.shape[1])
+    columns, half = importance.to(groups).view(1, *groups.shape[1:]), 2 ** (bits - 1)
+    best, left = widest.scale, torch.full_like(widest.scale, torch.inf)
+    for share in torch.linspace(_LEAST, 1, _SHARES, dtype=torch.float64).tolist():
+        scale = rounded_up(share * widest.scale, W.dtype)
+        step = scale.to(groups).unsqueeze(-1)
+        moved = (groups / step).round_().clamp_(-half, half - 1).mul_(step).sub_(groups)
+        error = moved.square_().mul_(columns).sum(2).to(left)
+        best, left = torch.where(error < left, scale, best), torch.minimum(error, left)
+    return widest._replace(scale=best)
 
 
 def grouped(W: torch.Tensor, group_size: int | None) -> torch.Tensor:

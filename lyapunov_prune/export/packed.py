@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,7 @@ from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.reloading import RELOADED, reload_check
 from lyapunov_prune.compression.compress import Compressed
-from lyapunov_prune.compression.grids import Grid
-from lyapunov_prune.compression.method import Rounder
+from lyapunov_prune.compression.grids import Grid, stepped
 from lyapunov_prune.compression.report import REPORT, CompressionReport, PackedSize
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, first_of, reported, require_extra
@@ -104,14 +104,34 @@ def _require_loads_packed(model: PreTrainedModel, group_size: int | None) -> Non
     with tempfile.TemporaryDirectory(prefix="lyapunov-prune-packed-") as place, quiet():
         folder = Path(place)
         model.config.save_pretrained(folder)
-        bits = {p.module: BITS[0] for p in find_projections(wrap(model))}
-        Packing("rtn", bits, group_size).write_config(folder, model)
+        schemes = {p.module: Scheme(BITS[0], group_size) for p in find_projections(wrap(model))}
+        Packing(schemes).write_config(folder, model)
         save_file({}, folder / SINGLE, {"format": "pt"})
         loader: Any = loading_class(model)
         what = f"transformers cannot load a packed {type(model).__name__}"
         whole = reported(what, "leave out --format", Exception)  # whatever the model's own code raises
         with whole, unlogged(AutoConfig.from_pretrained(folder, **LOCAL)):
             loader.from_pretrained(folder, device_map="meta", **LOCAL)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Integers of so many `bits`, with a scale for every row or every `group_size` inputs; `DENSE`: not packed."""
+
+    bits: int
+    group_size: int | None = None
+
+    @property
+    def name(self) -> str:
+        if self.bits == DENSE:
+            return "16 bits"
+        return f"int{self.bits}" + (f" in groups of {self.group_size}" if self.group_size else "")
+
+    def size(self, shape: Sequence[int], scale: int) -> int:
+        """The bytes of a matrix in the files, whose scales take `scale` bytes each."""
+        rows, columns = shape
+        words = 4 * rows * math.ceil(columns * self.bits / 32)
+        return words + scale * rows * (columns // self.group_size if self.group_size else 1) + _SHAPE
 
 
 @checked
@@ -132,17 +152,10 @@ def write_packed(
     require_packed_options(report.method, None, report.symmetric, report.allocation)
     projections = require_packable(model, report.group_size)
     require_empty(target)
-    packing = Packing(report.method, _widths(projections, report.allocation), report.group_size)
+    packing = Packing(_schemes(projections, report.allocation, report.group_size))
     for p in projections:
         packing.keep(p, p.weight(model), p.weight(small))
-    state = packing.stored(small.state_dict())
-    with whole_folder(target) as folder:
-        save_files(small, tokenizer, folder, state)
-        packing.write_config(folder, small)
-        inputs = sample_inputs(wrap(small), None)
-        changed = partial(_changed, small, projections=projections)
-        check = attempt(RELOADED, lambda: in_eval_mode(reload_check)(wrap(small), folder, inputs, changed))
-        check.require_passed("the model does not unpack as it was rounded", "write it plain")
+    with packed_folder(small, tokenizer, target, packing) as folder:
         report = replace(report, packed=packed_in(folder, small))
         history_of(small).save(folder / HISTORY)
         report.save(folder / REPORT)
@@ -150,46 +163,66 @@ def write_packed(
     return report
 
 
-def _widths(projections: Sequence[Projection], allocation: Allocation) -> dict[str, int]:
-    """The bits of every packed module; raises LyapunovPruneError if the matrices of one module differ in bits."""
+@contextmanager
+def packed_folder(
+    small: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, target: str | Path, packing: Packing
+) -> Iterator[Path]:
+    """The folder `target`, with `small` in it, whose matrices `packing` holds; what else it holds is written inside.
+
+    It appears whole or not at all (`whole_folder`), and after plain transformers loaded it and computed the logits of
+    `small`. Raises CheckFailed if it does not, or unpacks another weight.
+    """
+    state = packing.stored(small.state_dict())
+    with whole_folder(target) as folder:
+        save_files(small, tokenizer, folder, state)
+        packing.write_config(folder, small)
+        written, inputs = wrap(small), sample_inputs(wrap(small), None)
+        check = attempt(RELOADED, lambda: in_eval_mode(reload_check)(written, folder, inputs, partial(_changed, small)))
+        check.require_passed("the model does not unpack as it was rounded", "write it plain")
+        yield folder
+
+
+def _schemes(projections: Sequence[Projection], allocation: Allocation, group_size: int | None) -> dict[str, Scheme]:
+    """The scheme of every packed module; raises LyapunovPruneError if the matrices of one module differ in bits."""
     widths: dict[str, int] = {}
     for p in projections:
         bits = int(allocation.of(p.name))
         if widths.setdefault(p.module, bits) != bits:
             raise LyapunovPruneError(f"{p.module} holds matrices of {widths[p.module]} and {bits} bits; give it one")
-    return {module: bits for module, bits in widths.items() if bits != DENSE}
+    return {module: Scheme(bits, group_size) for module, bits in widths.items() if bits != DENSE}
 
 
 class Packing:
     """The integers, scales and shapes that a file stores for rounded matrices.
 
-    `bits` holds the bits of every packed module. The grid of a matrix is in memory from `keep` until `stored`.
+    `schemes` holds the scheme of every packed module. The grid of a matrix is in memory from `keep` or `put` until
+    `stored`.
     """
 
-    def __init__(self, method: str, bits: Mapping[str, int], group_size: int | None) -> None:
-        made = METHODS.make(method, symmetric=True, **({} if group_size is None else {"group_size": group_size}))
-        assert isinstance(made, Rounder)
-        self._method, self._bits, self._group_size = made, bits, group_size
+    def __init__(self, schemes: Mapping[str, Scheme]) -> None:
+        self._schemes = schemes
         self._grids: dict[str, list[Grid]] = {}
 
     def keep(self, p: Projection, W: torch.Tensor, after: torch.Tensor) -> None:
-        """Keep `after`, which the method made of the matrix W of `p`, as integers on the grids of W.
+        """Keep `after`, to which the matrix W of `p` was rounded, as integers on the grids of W.
 
         The matrices of a fused module must come in the order of its rows. Raises CheckFailed unless the integers give
         `after` to the last bit. A matrix that is not packed is ignored.
         """
-        if p.module not in self._bits:
+        if p.module not in self._schemes:
             return
-        parts = []
+        scheme, parts = self._schemes[p.module], []
         for rows, left in zip(row_blocks(W), row_blocks(after), strict=True):
-            steps = self._method.steps(rows, self._bits[p.module])
+            steps = stepped(rows, scheme.bits, scheme.group_size, symmetric=True)
             parts.append(Grid(steps.integers(lift(left)).to(torch.int8), steps.scale.to(W.dtype)))
         grid = Grid(*(torch.cat(part) for part in zip(*parts, strict=True)))
         if not torch.equal(grid.values(), after):
-            raise CheckFailed(
-                f"nothing written: {p.name} is not what {self._method.name} gives for the model; compress it again"
-            )
-        self._grids.setdefault(p.module, []).append(grid)
+            raise CheckFailed(f"nothing written: {p.name} is not on the grids of the model's; compress it again")
+        self.put(p.module, grid)
+
+    def put(self, module: str, grid: Grid) -> None:
+        """Keep the next rows of a module."""
+        self._grids.setdefault(module, []).append(grid)
 
     def stored(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`tensors`, with every rounded matrix replaced by its stored parts, whose memory is then released."""
@@ -199,18 +232,16 @@ class Packing:
         for name in [name for name in self._grids if f"{name}.weight" in state]:
             W = state.pop(f"{name}.weight")
             integers, scale = (torch.cat(rows) for rows in zip(*self._grids.pop(name), strict=True))
-            packed = pack_to_int32(integers, self._bits[name]), scale, torch.tensor(W.shape)
+            packed = pack_to_int32(integers, self._schemes[name].bits), scale, torch.tensor(W.shape)
             state |= {f"{name}.{part}": tensor for part, tensor in zip(_PARTS, packed, strict=True)}
         return state
 
     def size(self, model: PreTrainedModel) -> int:
         """The bytes of all tensors of `model`, packed."""
         size = model_size(model).bytes
-        for name, bits in self._bits.items():
-            module: Any = model.get_submodule(name)
-            m, n, width = module.out_features, module.in_features, module.weight.itemsize
-            scales = m * (n // self._group_size if self._group_size else 1)
-            size += 4 * m * math.ceil(n * bits / 32) + scales * width + _SHAPE - m * n * width
+        for name, scheme in self._schemes.items():
+            W: Any = model.get_submodule(name).weight
+            size += scheme.size(W.shape, W.itemsize) - W.nbytes
         return size
 
     def write_config(self, folder: Path, model: PreTrainedModel) -> None:
@@ -218,15 +249,17 @@ class Packing:
         from compressed_tensors.compressors import ModelCompressor
         from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
-        dense = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in self._bits]
-        strategy: Any = "group" if self._group_size else "channel"
-        by_width: dict[int, list[str]] = {}
-        for module, bits in self._bits.items():
-            by_width.setdefault(bits, []).append(module)
+        dense = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in self._schemes]
+        by_scheme: dict[Scheme, list[str]] = {}
+        for module, scheme in self._schemes.items():
+            by_scheme.setdefault(scheme, []).append(module)
         groups = {}
-        for number, (bits, modules) in enumerate(sorted(by_width.items())):
-            weights = QuantizationArgs(num_bits=bits, symmetric=True, strategy=strategy, group_size=self._group_size)
-            targets = modules if len(by_width) > 1 else ["Linear"]
+        for number, scheme in enumerate(sorted(by_scheme, key=lambda s: (s.bits, s.group_size or 0))):
+            strategy: Any = "group" if scheme.group_size else "channel"
+            weights = QuantizationArgs(
+                num_bits=scheme.bits, symmetric=True, strategy=strategy, group_size=scheme.group_size
+            )
+            targets = by_scheme[scheme] if len(by_scheme) > 1 else ["Linear"]
             groups[f"group_{number}"] = QuantizationScheme(targets=targets, weights=weights, format=PACK)
         config = QuantizationConfig(
             config_groups=groups,
@@ -243,11 +276,11 @@ def packed_in(folder: Path, model: PreTrainedModel) -> PackedSize:
     return PackedSize(PACK, size, model_size(model).bytes, model.num_parameters())
 
 
-def _changed(small: PreTrainedModel, loaded: PreTrainedModel, projections: tuple[Projection, ...]) -> str | None:
+def _changed(small: PreTrainedModel, loaded: PreTrainedModel) -> str | None:
     """The name of the first matrix that unpacking does not restore to the last bit; None if there is none."""
-    for p in projections:
-        W: Any = small.get_submodule(p.module).weight
-        after = getattr(loaded.get_submodule(p.module), "weight", None)
+    for name in [name for name, module in small.named_modules() if isinstance(module, nn.Linear)]:
+        W: Any = small.get_submodule(name).weight
+        after = getattr(loaded.get_submodule(name), "weight", None)
         if not (isinstance(after, torch.Tensor) and after.dtype == W.dtype and torch.equal(after, W)):
-            return f"{p.module} is unpacked to other weights"
+            return f"{name} is unpacked to other weights"
     return None

@@ -17,7 +17,7 @@ from lyapunov_prune.compression.recipe import CompressionRequest, recipe_for
 from lyapunov_prune.compression.report import REPORT, CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.packed import FORMAT as PACKED
-from lyapunov_prune.export.packed import LOADING, Packing, packed_in, require_packable, require_packed_options
+from lyapunov_prune.export.packed import LOADING, Packing, Scheme, packed_in, require_packable, require_packed_options
 from lyapunov_prune.export.table import require_streamed_format
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.decoder import Model, wrap
@@ -110,4 +110,4 @@ def _packing(model: PreTrainedModel, asked: CompressionRequest) -> Packing:
                 f"the {n} inputs of {p.module} at {bits:g} bits do not fill words of 32 bits, in which packed rows "
                 "are read layer by layer; give --group-size, or load the model whole"
             )
-    return Packing(asked.method, {p.module: int(bits) for p in projections}, group_size)
+    return Packing({p.module: Scheme(int(bits), group_size) for p in projections})

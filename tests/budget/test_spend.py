@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from lyapunov_prune.budget import cost
+from lyapunov_prune.budget.blocks import BLOCKS
 from lyapunov_prune.budget.fisher import fisher, matrices_of
 from lyapunov_prune.budget.size import bytes_for
-from lyapunov_prune.budget.spend import rounded, spend
+from lyapunov_prune.budget.spend import spend
 from lyapunov_prune.budget.spent import Spent
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
@@ -32,7 +33,6 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.ggml import Kind
 from lyapunov_prune.models.gguf import read_gguf
 from lyapunov_prune.models.gguf_header import read_header
-from lyapunov_prune.models.gguf_tensors import BlockType
 from lyapunov_prune.results.history import history_of
 
 PROBED = ("model.embed_tokens.weight", "model.layers.2.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight")
@@ -189,11 +189,8 @@ def test_experts_of_one_tensor_get_one_type_by_the_sum_of_their_costs(
     found = next(t for t in cost.costs(reading) if t.name == name)
     assert found.importance.shape == (8, 32)
     W, k = matrices[name].detach().numpy(), found.kinds.index(Kind.Q4_0)
-    moved = rounded(W, BlockType(Kind.Q4_0, found.importance)) - W
+    moved = np.stack([BLOCKS.rounded(w, Kind.Q4_0, c) for w, c in zip(W, found.importance, strict=True)]) - W
     assert found.cost[k] == pytest.approx(0.5 * (F * moved.astype(np.float64) ** 2).sum(), rel=1e-5)
-    for e in range(8):
-        alone = rounded(W[e], BlockType(Kind.Q4_0, found.importance[e]))
-        assert np.array_equal(alone - W[e], moved[e])
     few = tmp_path / "x.gguf"
     made = spend(model, make_tokenizer(), "6bpw", few, **texts(24, 24))
     assert made.bits <= 6
@@ -259,9 +256,9 @@ def test_less_than_the_least_names_it(tmp_path: Path) -> None:
 
 
 def test_types_follow_the_width_of_the_rows() -> None:
-    assert {kind.name for kind in cost.kinds_for(576)} == {
+    assert {kind.name for kind in BLOCKS.kinds_for("", 576)} == {
         *("MXFP4", "IQ4_NL", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16")
     }
-    assert Kind.Q2_K in cost.kinds_for(512)
-    assert cost.kinds_for(512, 5.0)[1] == Kind.IQ3_XXS  # after the narrowest
-    assert cost.kinds_for(7) == [Kind.BF16, Kind.F16]
+    assert Kind.Q2_K in BLOCKS.kinds_for("", 512)
+    assert BLOCKS.kinds_for("", 512, 5.0)[1] == Kind.IQ3_XXS  # after the narrowest
+    assert BLOCKS.kinds_for("", 7) == [Kind.BF16, Kind.F16]

@@ -25,7 +25,7 @@ from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.export import packed
-from lyapunov_prune.export.packed import Packing, require_packable, require_packed_options, write_packed
+from lyapunov_prune.export.packed import Packing, Scheme, require_packable, require_packed_options, write_packed
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.plain import find_projections
@@ -114,7 +114,7 @@ def test_unequal_bits_load_in_plain_transformers(
     with torch.no_grad():
         assert torch.equal(logits, loaded(ids).logits)
     held = sum(tensor.nbytes for tensor in load_file(tmp_path / "small" / "model.safetensors").values())
-    packing = Packing("rtn", packed._widths(find_projections(wrap(model)), allocation), 8)
+    packing = Packing(packed._schemes(find_projections(wrap(model)), allocation, 8))
     assert packing.size(model) == held
 
 
@@ -137,8 +137,7 @@ def test_narrow_weights_and_tied_embeddings(
     before = model.model.embed_tokens.weight.clone()
     done = written(model, tokenizer, tmp_path / "small")
     held = sum(tensor.nbytes for tensor in load_file(tmp_path / "small" / "model.safetensors").values())
-    bits = {p.module: 4 for p in find_projections(wrap(model))}
-    assert Packing("rtn", bits, None).size(model) == held
+    assert Packing({p.module: Scheme(4) for p in find_projections(wrap(model))}).size(model) == held
     again, _ = plainly(tmp_path / "small", ids)
     assert again.dtype == dtype
     assert torch.equal(again.lm_head.weight, done.model.lm_head.weight)
@@ -215,7 +214,7 @@ def test_weights_that_are_not_of_the_grid_are_not_packed(tokenizer: PreTrainedTo
     W = done.model.model.layers[2].mlp.up_proj.weight
     with torch.no_grad():
         W[0, 0] = W[0, 0].nextafter(torch.tensor(10.0))
-    with pytest.raises(CheckFailed, match=r"model\.layers\.2\.mlp\.up_proj.*rtn"):
+    with pytest.raises(CheckFailed, match=r"model\.layers\.2\.mlp\.up_proj"):
         write_packed(model, done, tokenizer, tmp_path / "small", "packed")
     assert list(tmp_path.iterdir()) == []
 

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
-from lyapunov_prune.budget.cost import KINDS
+from lyapunov_prune.budget.blocks import KINDS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.llama_cpp import installed
 from lyapunov_prune.models.ggml import WIDE, Kind, bits_of, dequantised, fits, quantised

@@ -23,14 +23,14 @@ import lyapunov_prune as lp
 from experiments.block_types import fill, read_and_made
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, plain, read_text, run_command
 from experiments.statements import bullets, quotient, ranked, short, table
+from lyapunov_prune.budget.blocks import BLOCKS
 from lyapunov_prune.budget.cost import TensorCost, costs
 from lyapunov_prune.budget.fisher import matrices_of
-from lyapunov_prune.budget.spend import chosen_types, rounded
+from lyapunov_prune.budget.spend import chosen_types
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.forward.replacement import with_data
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.ggml import Kind
-from lyapunov_prune.models.gguf_tensors import BlockType
 from lyapunov_prune.predictions.divergence import kl_by_window
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
@@ -137,7 +137,7 @@ def one_at_a_time(
     for t in known:
         if t.name not in store:
             p = small.get_parameter(t.name)
-            with with_data({p: torch.from_numpy(rounded(p.numpy(), BlockType(KIND, t.importance)))}):
+            with with_data({p: torch.from_numpy(BLOCKS.rounded(p.numpy(), KIND, t.importance))}):
                 store.add(t.name, float(kl_by_window(few, read(changed, batch))[0].mean()))
             print(t.name, store[t.name], flush=True)
         yield store[t.name]
@@ -160,7 +160,7 @@ def all_costs(reading: Reading, known: Sequence[TensorCost], alone: np.ndarray) 
     for t, kl in zip(known, alone, strict=True):
         W = dense.model.get_parameter(t.name).detach().numpy()
         step = -(-W.size // SAMPLED)
-        moved = [np.square(rounded(W[::step], BlockType(k, t.importance)) - W[::step]) * step for k in t.kinds]
+        moved = [np.square(BLOCKS.rounded(W[::step], k, t.importance) - W[::step]) * step for k in t.kinds]
         output = np.array([(m @ squares[t.name]).sum(dtype=np.float64) for m in moved])
         relative, layer = output / energy[t.name], layers.get(t.name)
         found[FISHER].append(t.cost)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -64,8 +65,9 @@ class Goal:
         what_option(
             "--size",
             metavar="300MB|50%|4.5bpw",
-            help="Instead: the best .gguf file of this size, which removes no layer. 300MB: of the file; 50%: a share "
-            "of the matrices in 16 bits; 4.5bpw: bits a weight. Needs the extra engines.",
+            help="Instead: the best .gguf file, or folder for vLLM, of this size; no layer is removed. 300MB: of the "
+            "weight files; 50%: a share of the matrices in 16 bits; 4.5bpw: bits a weight. Needs the extra engines, "
+            "for a folder packed.",
         ),
     ] = None
 
@@ -83,9 +85,10 @@ def shrink(
     output: FileTarget,
     given: Given = Given(),
 ) -> None:
-    """Make a smaller model: the best .gguf file of a --size, or fewer layers, chosen, mended, healed and evaluated.
+    """Make a smaller model: the best one of a --size, or fewer layers, chosen, mended, healed and evaluated.
 
-    --size keeps every layer and gives every matrix the block type of llama.cpp that its share of the loss deserves.
+    --size keeps every layer and gives every matrix the type that its share of the loss deserves: a block type of
+    llama.cpp if --output ends in .gguf, else integers of 4 or 8 bits, packed for vLLM and transformers.
     --remove, --max-kl and --max-drop remove layers and write a plain checkpoint; with an --output that ends in .gguf,
     MODEL's GGUF file is copied without them, and the report goes to runs/MODEL. Without a target several sizes (of a
     .gguf file) or numbers of layers (of a folder) are tried, and the smallest model is written that costs less than
@@ -154,19 +157,18 @@ def shrink(
 
 
 def _write_sized(model: str, size: str | None, inputs: Inputs, output: Path, given: Given) -> Spent:
-    """Write the best GGUF file of `model` of this size; without one, of the smallest that costs little."""
-    from lyapunov_prune.budget.spend import spend
+    """Write the best GGUF file or folder of `model` of this size; without one, of the smallest that costs little."""
+    from lyapunov_prune.budget.spend import require_target, spend
     from lyapunov_prune.budget.spent import REPORT
     from lyapunov_prune.evaluation.judging import POWER, require_windows
-    from lyapunov_prune.export.gguf import require_file
 
     inputs.require_loaded("choosing a type for every matrix", one_place=True)
     given.refuse(
-        "has no effect on a .gguf file of a size, for which every matrix gets a type; leave it out",
+        "has no effect on a size, for which every matrix gets a type; leave it out",
         *("remove", "max_kl", "max_drop", "minutes", "judge"),
     )
-    require_file(output)
-    run = begun_run(None, model, REPORT)
+    is_file = require_target(output)
+    run = begun_run(None, model, REPORT) if is_file else output
     unsaid = {field.name: getattr(_TEXT, field.name) for field in fields(_TEXT) if field.name not in given}
     inputs = replace(inputs, **unsaid)
     loaded, batch = load_inputs(model, inputs)
@@ -179,6 +181,8 @@ def _write_sized(model: str, size: str | None, inputs: Inputs, output: Path, giv
     show(done, output, kept=run / REPORT)
     for part in done.further():
         show(part, None, kept=run / REPORT)
+    if not is_file:
+        say(f"Run it: vllm serve {shlex.quote(str(output))}")
     return done
 
 
