@@ -9,7 +9,7 @@ import torch
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, did_you_mean, first_line, like_named
-from lyapunov_prune.models.adapters import attach_adapters, base_of, holds_adapters, merge_adapters
+from lyapunov_prune.models.adapters import base_of, holds_adapters, merge_adapters
 from lyapunov_prune.models.cache import BUILTIN
 from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.decoder import Decoder, wrap
@@ -125,8 +125,7 @@ def _load_merged(folder: Path, options: dict[str, Any], offline: bool, text_only
     base = load_folder(checkpoint_folder(name, offline=offline), options, text_only=text_only)
     require_weights(base.model, "unquantised")
     with quiet():
-        adapted = attach_adapters(base.model, folder)
-    merged = wrap(merge_adapters(adapted).eval(), base.tokenizer)
+        merged = wrap(merge_adapters(base.model, folder).eval(), base.tokenizer)
     warn(f"{folder} holds LoRA adapters, which were added to the weights of {name}")
     return merged
 

@@ -56,7 +56,7 @@ def require_weights(model: nn.Module, *kinds: Weights) -> None:
         "unadapted": (
             adapted or hasattr(model, "peft_config"),
             f"adapters are attached{where}, which a plain checkpoint cannot hold; merge them first "
-            "(lyapunov_prune.models.merge_adapters)",
+            "(merge_and_unload of peft)",
         ),
         "unquantised": (method, f"the weights are {method}; {UNPACK}"),
         "unpacked": (

@@ -38,7 +38,6 @@ from lyapunov_prune.bounds import approximate
 from lyapunov_prune.export.gguf_whole import write_gguf
 from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.forward.hooks import skipped
-from lyapunov_prune.models import merge_adapters
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt
 from lyapunov_prune.models.plain import find_projections
@@ -438,25 +437,11 @@ def test_attached_adapters_are_refused(ids: torch.Tensor) -> None:
             assert "\n" not in str(error.value)
 
 
-def test_adapters_attached_by_transformers_are_refused_and_merged(ids: torch.Tensor) -> None:
+def test_adapters_attached_by_transformers_are_refused() -> None:
     model = make_tiny("llama")
     model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    logits = model.eval()(ids).logits
     with pytest.raises(LyapunovPruneError, match="adapters are attached"):
         remove_layers(model, [1])
-    merged = merge_adapters(model)
-    torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-4, atol=1e-4)
-    assert verify_removal(merged, remove_layers(merged, [1]), [1], ids).passed
-
-
-def test_merged_adapters_are_in_the_weights(ids: torch.Tensor) -> None:
-    adapted = with_adapters(model := make_tiny("llama"))
-    logits, plain = adapted(ids).logits, make_tiny("llama")(ids).logits
-    merged = merge_adapters(adapted)
-    assert type(merged) is type(model)
-    assert (plain - logits).abs().max() > 0.1
-    torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-4, atol=1e-4)
-    assert verify_removal(merged, remove_layers(merged, [1]), [1], ids).passed
 
 
 @pytest.fixture
@@ -505,7 +490,7 @@ def kept_if(keep: Callable[[int], bool]) -> Callable[[dict[str, torch.Tensor]], 
             "12 tensors missing, 12",
         ),
         (lambda tensors: tensors | {"base_model.model.x.lora_A.weight": torch.zeros(1)}, "0 .*missing, 1 "),
-        (lambda tensors: {name: t[:1] for name, t in tensors.items()}, r"\[1, 32\]"),
+        (lambda tensors: {name: t[:1] for name, t in tensors.items()}, "cannot be merged"),
     ],
     ids=["one missing", "most missing", "empty", "renamed", "one more", "wrong shape"],
 )
