@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import pytest
 import torch
 import yaml
 from helpers import KINDS, VOCABULARY, limit_file_size, make_tiny, wrong_layer_idx
+from helpers.forked import FORKED
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -101,8 +101,8 @@ def reloaded(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPa
         model = make_tiny(name, vocab_size=len(VOCABULARY))
         write_pruned(model, tokenizer, PruningPlan.given(model, REMOVE), run / name)
     torch.save({"ids": IDS, "the": tokenizer("the")["input_ids"]}, run / "ids")
-    alone = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", PLAIN, run], env=alone, check=True)
+    ((code, _, told),) = FORKED.run_together(PLAIN, [os.environ], str(run), str(run))
+    assert code == 0, told
     return run
 
 

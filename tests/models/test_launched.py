@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import free_port, launched_twice
+from helpers.forked import FORKED
 
 from lyapunov_prune.models.launched import processes
 
@@ -41,10 +40,8 @@ print(torch.distributed.is_initialized())
 def test_processes_that_were_joined_here_part_before_the_interpreter_ends(whose: str, left: str) -> None:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, whose], env={**os.environ, **alone, **place}, capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["True", left], done.stderr
+    ((_, out, err),) = FORKED.run_together(SCRIPT, [{**os.environ, **alone, **place}], "/", whose)
+    assert out.split() == ["True", left], err
 
 
 SHARED = """
