@@ -10,12 +10,13 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 import torch
 import typer
-from helpers import KINDS, VOCABULARY, Done, make_tiny, make_tokenizer, tree
+from helpers import COMMANDS, KINDS, VOCABULARY, Done, make_tiny, make_tokenizer, tree
 from helpers.forked import FORKED
 from hypothesis import HealthCheck, settings
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -83,10 +84,19 @@ def _no_lines_of_slow_steps() -> Iterator[None]:
         yield
 
 
+def _only_where_numbers_are(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+    return lambda module: None if module.weight.is_meta else reset(module)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _made_once() -> Iterator[None]:
-    """Transformers makes a table of GGUF's names for every module of a model, and typer all commands for every run."""
+    """Transformers makes a table of GGUF's names for every module of a model, and typer all commands for every run.
+
+    A tenth of the time of loading went into drawing numbers on the device meta, which has none.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        for kind in (torch.nn.Linear, torch.nn.Embedding):
+            patch.setattr(kind, "reset_parameters", _only_where_numbers_are(kind.reset_parameters))
         for module, name in ((gguf, "get_tensor_name_map"), (typer.main, "get_command")):
             patch.setattr(module, name, functools.cache(getattr(module, name)))
         yield
@@ -104,6 +114,12 @@ def _elsewhere_at_once() -> Iterator[None]:
 @pytest.fixture(params=KINDS)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(params=COMMANDS)
+def command(request: pytest.FixtureRequest) -> list[str]:
+    """Every command that takes a model, one after the other."""
+    return COMMANDS[request.param]
 
 
 @pytest.fixture

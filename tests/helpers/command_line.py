@@ -122,6 +122,6 @@ COMMANDS: dict[str, list[str]] = {
     "prune --layers": ["prune", "tiny", "--layers", "1", "-o", "out", *TEXT],
     "compress": ["compress", "tiny", "--sparsity", "0.5", "-o", "out", *TEXT],
     "eval": ["eval", "tiny", *TEXT],
-    "check": ["check", "tiny", "--bounds", *TEXT],
+    "check": ["check", "tiny", "--bounds", "--tokens", "16", "--context", "16"],
     "sensitivity": ["sensitivity", "tiny", "--study", "layer,removal", *TEXT],
 }

@@ -59,7 +59,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # Those that do something no other does: the layers of Mistral, Qwen 2 and Qwen 3 are Llama's with windows, biases and
-# norms that others have. Layers are found in, and taken from, all of `TINY`.
+# norms that others have, and tests/families takes layers from every family there is.
 KINDS = tuple(name for name in TINY if name not in ("mistral", "qwen2", "qwen3"))
 
 

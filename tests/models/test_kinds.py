@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from helpers import VOCABULARY, make_tiny
+import pytest
+from helpers import TINY, VOCABULARY, make_tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -24,6 +25,7 @@ MIXED = {
 }
 
 
+@pytest.mark.parametrize("family", TINY)
 def test_kinds_and_period_of_a_family(family: str) -> None:
     kinds = find_kinds(find_structure(make_tiny(family)))
     assert (kinds.kinds, kinds.period) == MIXED.get(family, ((0,) * 6, 1))
