@@ -17,8 +17,9 @@ install: .venv/installed
 demo: install
 	$(BIN)/lyapunov-prune demo
 
+# Python keeps what it compiles, which the processes of the tests read.
 test: install
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 test-fast: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m 'not slow'

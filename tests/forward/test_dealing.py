@@ -48,6 +48,7 @@ SUMMED = {
     "fisher": 1e-4,  # summed in float32
 }
 FAULTY = ("perplexity", "influence", "norms")
+pytestmark = pytest.mark.xdist_group("dealing")  # one process makes `both`, not each
 
 
 def text(windows: int = 5) -> torch.Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from families.zoo import make_zoo
+from helpers import operated
 from transformers import PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
@@ -131,7 +132,8 @@ def test_layers_of_several_states_a_token_are_left_out_in_memory_and_on_disk(
     model = make_zoo("deepseek_v4")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    wanted = [softmax_divergence(model, lp.remove_layers(model, [layer]), ids) for layer in range(8)]
+    ids = ids[:1]
+    wanted = [softmax_divergence(model, operated(model, [layer]), ids) for layer in range(8)]
     for made in (load, lp.load_streamed):
         np.testing.assert_allclose(skip_divergence(made(tmp_path).model, ids).kl, wanted, rtol=1e-3)
 
