@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,16 @@ from lyapunov_prune.arguments import Count, Positive, Seed
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.judging import POWER, apart, require_windows
+from lyapunov_prune.evaluation.judging import POWER, Judgement, Losses, decided, ends, parted, require_windows
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.forward.logits import require_one_vocabulary
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.healing.report import Healed, Healing, HeldOut
+from lyapunov_prune.healing.rounds import best_of
 from lyapunov_prune.healing.sharded import of_main, require_shardable, sharing
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import require_few, require_trainable
-from lyapunov_prune.healing.training import Budget, Tensors, Training, Way
+from lyapunov_prune.healing.training import Budget, Judge, Tensors, Training, Way
 from lyapunov_prune.models.decoder import Decoder, InMemory, runs_models
 from lyapunov_prune.models.launched import processes_of, require_same_models
 from lyapunov_prune.models.plain import Plain
@@ -35,6 +37,24 @@ from lyapunov_prune.results.result import MeasuredOn, ModelIdentity
 RATE, LOW_RANK_RATE = 5e-4, 1.6e-3
 TRIALS = 6  # largest number of rates
 STEPS = 100
+MORE = 3  # untouched windows that help to decide, for each judging window
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """The windows to learn from, and the text that judges, with the numbers of its windows that judge each round.
+
+    `others` are the numbers in that text of those to learn from; empty if another text judges.
+    """
+
+    learnt: Reading
+    text: Reading
+    judging: list[int]
+    others: list[int]
+
+    @property
+    def judged(self) -> Reading:
+        return replace(self.text, batch=self.text.batch.take(self.judging))
 
 
 @runs_models
@@ -62,7 +82,8 @@ def heal(
     The copy is never worse than `student`: the windows of `judge`, or one in eight of `batch`, are only used for
     judging. Training goes in rounds; after each, the next-token loss of the judging windows is measured, and the
     weights of least judged loss are kept. If a paired test over the windows does not confirm a gain over `student`
-    (`Healing.gain`), the copy is `student` itself and `report.kept` is −1.
+    (`Healing.gain`), the copy is `student` itself and `report.kept` is −1. A test that is not clear gets more windows
+    (`judging.decided`): up to MORE times as many of those that no step has taken.
 
     Each step takes `per_step` windows of `batch` (in an order drawn from `seed`, every window once before any is
     repeated) and minimises `T²·mean_t KL(teacher ‖ student)` over their tokens (`distillation.py`) by AdamW without
@@ -101,12 +122,13 @@ def heal(
     budget = budget_of(steps, minutes, rank, learning_rate, per_step)
     processes = _processes(reading, taught, per_step, rank, shard)
     way = Way(budget, per_step, rank, temperature, seed, checkpointing, shard, processes)
-    learnt, judging = _apart(reading, judge)
+    windows = _windows(reading, judge)
+    judging = windows.judged
     if evaluation is not None:
         evaluation = read(student, evaluation)
         _require_unseen(evaluation, (reading, judging), (student.model, teacher.model))
     on = reading.measured_on(seed), judging.measured_on()
-    model, report = _healed(student, teacher, learnt, judging, on, way, folder, evaluation, batch_size)
+    model, report = _healed(student, teacher, windows, on, way, folder, evaluation, batch_size)
     if report.kept >= 0:
         add_step(model, "heal", on[:1] if judge is None else on, student.model, teacher.model)
     return Healed(model, report)
@@ -115,8 +137,7 @@ def heal(
 def _healed(
     student: Decoder,
     teacher: Decoder,
-    learnt: Reading,
-    judging: Reading,
+    windows: Windows,
     on: tuple[MeasuredOn, MeasuredOn],
     way: Way,
     folder: str | Path | None,
@@ -132,7 +153,7 @@ def _healed(
             before = perplexity(student, evaluation, batch_size=batch_size, description="perplexity, pruned")
             dense = perplexity(teacher, evaluation, batch_size=batch_size, description="perplexity, dense")
         state.hold()
-        model, report = _trained(student, teacher, learnt, judging, way, state, tensors, on, guided_by)
+        model, report = _trained(student, teacher, windows, way, state, tensors, on, guided_by)
     if evaluation is not None:
         after = perplexity(model, evaluation, batch_size=batch_size, description="perplexity, healed")
         report = replace(report, held_out=HeldOut(before, after, dense))
@@ -142,8 +163,7 @@ def _healed(
 def _trained(
     student: Decoder,
     teacher: Decoder,
-    learnt: Reading,
-    judging: Reading,
+    windows: Windows,
     way: Way,
     state: TrainingState,
     tensors: dict[str, torch.Tensor],
@@ -155,7 +175,9 @@ def _trained(
         # All parameters: those of the student, which does not change. Low-rank factors: copies, which are small.
         start: Tensors = dict(student.layers.named_parameters()) if way.rank is None else run.copies()
         saved = of_main(tensors, way.processes)
-        training = Training(run, learnt.batch.ids, way.judge(learner, judging), start, way, state, saved)
+        judging = windows.judged.batch.ids
+        judge = way.judge(learner, judging)
+        training = Training(run, windows.learnt.batch.ids, partial(judge, judging), start, way, state, saved)
         tensors.clear()
         training.finish()
         report = Healing(
@@ -170,9 +192,33 @@ def _trained(
             measured_on=on[0],
             judged_on=on[1],
             per_step=way.per_step,
+            decision=_decision(training, windows, judge),
         )
         run.begin_anew(start if report.kept < 0 else training.weights)
     return finish(), report
+
+
+def _decision(training: Training, windows: Windows, judge: Judge) -> Judgement | None:
+    """Of the original weights and the best ones, by the windows of the rounds, and if those do not decide by more."""
+    rounds, before = training.done.rounds, training.done.before
+    best = best_of(rounds, before)
+    if best < 0:
+        return None
+
+    def losses(some: list[int]) -> Losses:
+        if some == windows.judging:
+            return before, rounds[best].judged
+        ids, found = windows.text.batch.take(some).ids, []
+        for weights in (training.start, training.weights):
+            training.run.begin_anew(weights)
+            found += training.of_main(judge(ids))
+        return found[0], found[1]
+
+    spare = [windows.others[window] for window in training.untouched()] if windows.others else []
+    more = [spare[k] for k in ends(len(spare), min(len(spare), MORE * len(before)))] if spare else []
+    sets = [windows.judging, sorted([*windows.judging, *more])]
+    seen, first, last, level = decided(sets if len(more) >= len(before) else sets[:1], losses)
+    return Judgement(first, last, windows.text.batch.take(seen).measured_on(windows.text.decoder), level)
 
 
 def _about(guided_by: ModelIdentity, on: tuple[MeasuredOn, MeasuredOn], way: Way) -> dict[str, Any]:
@@ -223,11 +269,11 @@ def _require_unseen(evaluation: Reading, used: tuple[Reading, ...], models: tupl
         require_unseen(model, evaluation.batch)
 
 
-def _apart(reading: Reading, judge: Readable | None) -> tuple[Reading, Reading]:
-    """The windows to train on, and those to judge by."""
+def _windows(reading: Reading, judge: Readable | None) -> Windows:
     if judge is None:
-        return apart(reading, least=POWER)
-    judging = read(reading.decoder, judge)
-    require_windows(judging.batch)
-    require_disjoint(reading.batch, judging.batch)
-    return reading, judging
+        others, judging = parted(reading.batch, least=POWER)
+        return Windows(replace(reading, batch=reading.batch.take(others)), reading, judging, others)
+    text = read(reading.decoder, judge)
+    require_windows(text.batch)
+    require_disjoint(reading.batch, text.batch)
+    return Windows(reading, text, list(range(len(text.batch))), [])

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.cards import as_text
-from lyapunov_prune.evaluation.judging import Comparison, compare
+from lyapunov_prune.evaluation.judging import Comparison, Judgement, compare
 from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.healing.rounds import Round, best_of
 from lyapunov_prune.results.arrays import require_fitting
@@ -38,8 +38,9 @@ class Healing(Result):
     windows. `rounds` are the judged stretches in order; `judged` is the mean loss of each judging window before
     training (nats per token). `kept` is the round whose weights were kept, −1 for the original weights. `rank` is None
     when all parameters of the layers were trained; `trained` is the number of trained parameters (layers or factors).
-    `measured_on` is for the pruned model and the training text, `judged_on` for the judging windows. `held_out` is None
-    without evaluation text.
+    `measured_on` is for the pruned model and the training text, `judged_on` for the judging windows. `decision` is of
+    the original model and the best round, None if no round was better; it may rest on more windows than the rounds
+    (`heal`). `held_out` is None without evaluation text.
     """
 
     losses: np.ndarray
@@ -53,6 +54,7 @@ class Healing(Result):
     measured_on: MeasuredOn
     judged_on: MeasuredOn
     per_step: int = 1
+    decision: Judgement | None = None
 
     def __post_init__(self) -> None:
         alike = all(each.judged.shape == self.judged.shape for each in self.rounds)
@@ -71,7 +73,9 @@ class Healing(Result):
 
     @property
     def gain(self) -> Comparison:
-        """The best round compared with the original model on the judging windows."""
+        """The best round compared with the original model on the windows that decided."""
+        if self.decision is not None:
+            return self.decision.comparison
         return compare(self.judged, self.judged if self.best < 0 else self.rounds[self.best].judged)
 
     @property
@@ -123,7 +127,7 @@ class Healing(Result):
         )
 
     def told(self) -> str:
-        """One line: what was kept, and its effect on the judging windows."""
+        """One line: what was kept, and its effect on the windows that decided."""
         if self.kept < 0:
             return f"Nothing kept: no round beat the pruned model, {self.gain.told()}, used to choose"
         return f"Kept {self._name(self.kept)}: {self.gain.told()}, used to choose"

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import Diverged
 from lyapunov_prune.forward.logits import uncached_logits
-from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import next_token_loss
 from lyapunov_prune.healing.distillation import Distillation, update_sizes
 from lyapunov_prune.healing.rounds import ROUNDS, TRIAL, Round, Stretch, best_of, next_stretch, rates
@@ -34,6 +34,7 @@ from lyapunov_prune.results.encoding import decode, encode
 
 _BEST, _DONE = "best", "done"
 Tensors = Mapping[str, torch.Tensor]
+Judge = Callable[[torch.Tensor], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -87,18 +88,16 @@ class Way:
             run = Distillation(learner, guide, parameters, self.temperature, processes=self.processes, sizes=sizes)
             yield (learner, run, lambda: gathered_into(copy.deepcopy(student), learner) if self.shard else learner)
 
-    def judge(self, learner: PreTrainedModel, judging: Reading) -> Callable[[], np.ndarray]:
-        """A function for the mean next-token loss (nats) of each judging window of `learner`, (windows,) float64."""
-        if not self.shard:
-            judging = read(wrap(learner), judging.batch)
-            scorer, windows = judging.scorer, judging.windows(1)
+    def judge(self, learner: PreTrainedModel, ids: torch.Tensor) -> Judge:
+        """A function for the mean next-token loss (nats) of each of some windows of `learner`, such as `ids`."""
+        scorer = None if self.shard else read(wrap(learner), ids).scorer
 
         @torch.no_grad()
-        def judged() -> np.ndarray:
-            if self.shard:  # calling a layer gathers it, so every process runs every window
-                each = (ids[None].to(learner.device) for ids in judging.batch.ids)
-                return np.array([next_token_loss(uncached_logits(learner, ids)[0], ids[0]) for ids in each])
-            return np.array([scorer(ids)[0][0] for ids in windows])
+        def judged(ids: torch.Tensor) -> np.ndarray:
+            windows = ids.to(learner.device).split(1)
+            if scorer is None:  # calling a layer gathers it, so every process runs every window
+                return np.array([next_token_loss(uncached_logits(learner, each)[0], each[0]) for each in windows])
+            return np.array([scorer(each)[0][0] for each in windows])
 
         return judged
 
@@ -162,8 +161,8 @@ class Training:
         if budget.minutes is not None and between:  # a started stretch is completed
             self._count_time()
             if all(each.stretch.trial for each in done.rounds):
-                (done.steps,) = self._of_main(self._affordable())
-            (late,) = self._of_main(done.seconds >= 60 * budget.minutes)
+                (done.steps,) = self.of_main(self._affordable())
+            (late,) = self.of_main(done.seconds >= 60 * budget.minutes)
             if late and done.rounds:
                 return None
         return next_stretch(done.rounds, done.before, rate=budget.rate, steps=done.steps, trials=budget.trials)
@@ -192,8 +191,7 @@ class Training:
         run, rounds, per_step = self.run, self.done.rounds, self.way.per_step
         before = sum(each.stretch.steps for each in rounds)
         trials = sum(each.stretch.steps for each in rounds if each.stretch.trial)
-        # Windows that the kept weights have not seen.
-        first = stretch.taken + (0 if stretch.trial else min(trials, TRIAL))
+        first = self._first(stretch)
         order = drawn_order(len(self.ids), (first + stretch.steps) * per_step, self.way.seed)
         taken = run.step - before
         if not taken and stretch.begin != "here":
@@ -212,13 +210,24 @@ class Training:
                 run.losses += [math.nan] * (stretch.steps - k)
                 return np.full_like(self.done.before, math.inf)
             self._durations.append(time.monotonic() - began)
-            (due,) = self._of_main(self._state.is_due() and k + 1 < stretch.steps)
+            (due,) = self.of_main(self._state.is_due() and k + 1 < stretch.steps)
             if due:
                 self._save()
         return self._judged()
 
+    def untouched(self) -> list[int]:
+        """The windows that no step has taken, after a round."""
+        last = max(self._first(each.stretch) + each.stretch.steps for each in self.done.rounds)
+        taken = drawn_order(len(self.ids), last * self.way.per_step, self.way.seed)
+        return sorted({*range(len(self.ids))}.difference(taken))
+
+    def _first(self, stretch: Stretch) -> int:
+        """The number of the first step's windows in the order: those that the kept weights have not seen."""
+        trials = any(each.stretch.trial for each in self.done.rounds)
+        return stretch.taken + (TRIAL if trials and not stretch.trial else 0)
+
     def _judged(self) -> np.ndarray:
-        (judged,) = self._of_main(self._judge())
+        (judged,) = self.of_main(self._judge())
         return judged
 
     def _save(self) -> None:
@@ -228,5 +237,6 @@ class Training:
         best = {f"{_BEST}/{name}": gathered(value) for name, value in kept.items()}
         self._state.save(self.run.step, {**self.run.tensors(), **best, _DONE: told})
 
-    def _of_main(self, value: Any) -> list[Any]:
+    def of_main(self, value: Any) -> list[Any]:
+        """The value of the main process, in a list."""
         return broadcast_object_list([value]) if self.way.processes.num_processes > 1 else [value]

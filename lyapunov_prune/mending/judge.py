@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from lyapunov_prune.data.batch import TokenBatch, Tokens
-from lyapunov_prune.evaluation.judging import POWER, apart, require_windows
+from lyapunov_prune.evaluation.judging import POWER, Judgement, apart, require_windows
 from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.mending.mend import Mend, fit_mends, mapped
-from lyapunov_prune.mending.report import Judgement, MendReport
+from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.models.decoder import Model, in_memory
 from lyapunov_prune.models.structure import in_eval_mode
 

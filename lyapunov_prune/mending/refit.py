@@ -10,11 +10,12 @@ import torch
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.data.batch import Tokens
+from lyapunov_prune.evaluation.judging import Judgement
 from lyapunov_prune.forward.masking import masked
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.mending.judge import fitting_and_judges, losses
-from lyapunov_prune.mending.report import Judgement, MendReport
+from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.models.decoder import Decoder, Model, in_memory, wrap
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.sharing import shared_memo

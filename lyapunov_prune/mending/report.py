@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lyapunov_prune.evaluation.judging import Comparison, compare
+from lyapunov_prune.evaluation.judging import Comparison, Judgement
 from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -29,24 +29,6 @@ class Gap:
     ridges: np.ndarray
     losses: np.ndarray
     chosen: int
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """The mean loss of every window of a text (nats per token) of the pruned and of the mended model."""
-
-    cut: np.ndarray
-    mended: np.ndarray
-    measured_on: MeasuredOn
-
-    @property
-    def comparison(self) -> Comparison:
-        return compare(self.cut, self.mended)
-
-    def told(self) -> str:
-        """One line: the effect of mending on the perplexity of this text, which decided whether it was kept."""
-        on = self.measured_on
-        return f"Mending: {self.comparison.told()} of {on.text} ({on.split}), used to choose"
 
 
 def pays(check: Comparison, other: Comparison) -> bool:
@@ -124,4 +106,4 @@ class MendReport(Result):
         return f": worse on {self.other.measured_on.text}"
 
     def headline(self) -> str:
-        return "\n".join([self.sentence(), *(each.told() for each in self.judgements)])
+        return "\n".join([self.sentence(), *(f"Mending: {each.told()}" for each in self.judgements)])

@@ -228,7 +228,7 @@ def _removed(plan: PruningPlan, stored: FormatNotes) -> str:
 
 def _mended(report: MendReport) -> str:
     """What the layer before each gap has learnt, what it was worth before it saw the windows that chose, and after."""
-    judged = [f"- {as_text(each.told())}" for each in report.judgements]
+    judged = [f"- Mending: {as_text(each.told())}" for each in report.judgements]
     if not report.gaps:
         return "\n".join([f"{report.sentence().capitalize()}:", "", *judged])
     if not report.kept:

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.judging import Judgement
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.mending.judge import judged_mends
 from lyapunov_prune.mending.mend import Mend, fit_mends
-from lyapunov_prune.mending.report import Judgement, MendReport
+from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.models.decoder import in_memory
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.best import best_removal

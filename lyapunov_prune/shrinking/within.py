@@ -85,7 +85,7 @@ class Worsening:
         found, report = choice.found, choice.report
         losses = found.tried[found.chosen].windows
         if choice.mends and report is not None and report.check is not None:
-            losses = report.check.mended
+            losses = report.check.after
         ratio = ratio_of(losses - found.dense)
         remove = len(choice.plan.remove)
         self.rows.append((f"without {remove} layers", smaller_bytes(self._model, remove), ratio))

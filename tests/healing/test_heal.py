@@ -186,6 +186,32 @@ def test_the_ends_of_four_stretches_judge_and_teach_nothing(
     assert taught == {tuple(row) for row in text.ids.tolist()} - {tuple(row) for row in judged.ids.tolist()}
 
 
+def test_windows_that_no_step_took_judge_what_is_not_clear(
+    written: TokenBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lyapunov_prune.evaluation.judging.EARLY", 0.0)  # nothing is clear
+    drawn: set[tuple[int, ...]] = set()
+    take_step = Distillation.take_step
+
+    def noted(self: Distillation, windows: torch.Tensor, rate: float) -> None:
+        drawn.add(tuple(windows[0].tolist()))
+        take_step(self, windows, rate)
+
+    monkeypatch.setattr(Distillation, "take_step", noted)
+    student, teacher = pair()
+    text = written.take(range(24))
+    done = heal(student, teacher, text, steps=12, learning_rate=1e-2)
+    decision = done.report.decision
+    assert decision is not None
+    free = [number for number, ids in enumerate(text.ids.tolist()) if tuple(ids) not in drawn]
+    assert 8 <= len(free) <= 16
+    judges = text.take(free)
+    assert decision.measured_on.text_hash == judges.measured_on(student).text_hash
+    assert decision.before == pytest.approx(perplexity(student, judges).windows, rel=1e-5)
+    assert done.report.kept >= 0
+    assert decision.after == pytest.approx(perplexity(done.model, judges).windows, rel=1e-5)
+
+
 @pytest.mark.parametrize("rank", [None, 4])
 def test_a_text_of_ones_own_judges_and_is_in_the_history(
     rank: int | None, written: TokenBatch, heldout: TokenBatch

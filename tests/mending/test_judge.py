@@ -80,8 +80,8 @@ def test_the_judgement_is_of_text_that_no_map_has_seen(windows: torch.Tensor) ->
     mends, report = judging.judged_mends(model, GAPS, windows, other)
     bare, small = lp.remove_layers(model, GAPS), lp.mend(model, GAPS, windows[::2])
     for found, text in zip(report.judgements, (windows[1::2], other), strict=True):
-        np.testing.assert_allclose(found.cut, lp.perplexity(bare, text).windows, rtol=1e-4)
-        np.testing.assert_allclose(found.mended, lp.perplexity(small, text).windows, rtol=1e-4)
+        np.testing.assert_allclose(found.before, lp.perplexity(bare, text).windows, rtol=1e-4)
+        np.testing.assert_allclose(found.after, lp.perplexity(small, text).windows, rtol=1e-4)
     assert bool(mends) == report.kept
 
 

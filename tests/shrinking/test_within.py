@@ -105,8 +105,8 @@ def test_the_search_s_own_maps_are_taken(chooser: Chooser, monkeypatch: pytest.M
     for mine, theirs in zip(choice.mends, mends, strict=True):
         assert torch.equal(mine.map.E, theirs.map.E)
     for mine, theirs in zip(choice.report.judgements, report.judgements, strict=True):
-        assert mine.cut == pytest.approx(theirs.cut, rel=1e-5)
-        assert mine.mended == pytest.approx(theirs.mended, rel=1e-5)
+        assert mine.before == pytest.approx(theirs.before, rel=1e-5)
+        assert mine.after == pytest.approx(theirs.after, rel=1e-5)
     monkeypatch.setattr("lyapunov_prune.shrinking.choosing.judged_mends", lambda *_: pytest.fail("fitted again"))
     chooser.choose(2)
 
