@@ -32,6 +32,7 @@ from lyapunov_prune.pruning.provenance import Provenance, made_by
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.results.encoding import decode
 from lyapunov_prune.results.history import history_of
+from lyapunov_prune.results.result import Result
 from lyapunov_prune.shrinking.report import Shrinking
 
 GONE = (1, 4)
@@ -367,7 +368,16 @@ def test_a_pruned_model_is_healed_into_a_file(
     assert told is not None
     assert told.plan.remove == (1, 4)
     assert {"layers in their places", "reloads as saved"} <= {check.name for check in told.gate.checks}
-    assert Healing.load(f"runs/{cut}/healing.json").steps == 2
+    healing = Healing.load(f"runs/{cut}/healing.json")
+    assert healing.steps == 2
+    described(healing)
+
+
+def described(result: Result) -> None:
+    """The file `y.gguf` says in its header what `result` has measured."""
+    ratio = result.against_dense()
+    assert ratio is not None
+    assert ratio.told()[1:] in str(read_header(Path("y.gguf")).read("general.description"))
 
 
 @pytest.mark.usefixtures("healing_kept")
@@ -384,6 +394,7 @@ def test_a_model_shrinks_into_a_file(file: Path, run: Callable[..., Done], monke
     told = made_by("y.gguf")
     assert told is not None
     assert told.commands == report.commands
+    described(report)
     assert load("y.gguf").structure.num_layers == 4
 
 
