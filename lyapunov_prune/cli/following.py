@@ -29,6 +29,7 @@ _NEXT = {
 # The same where the perplexity was compared and is not good.
 _COSTLY = {
     "shrink": ("explain {model} {output}",),
+    "joint": ("explain {model} {output}",),
     "heal": ("explain {teacher} {output}", "explain smollm2-135m {output}"),
     "eval": ("explain {against} {model}",),
 }

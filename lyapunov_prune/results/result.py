@@ -106,10 +106,16 @@ class ModelIdentity:
         """For a message: in brackets, the settings that both configs have with different values; empty if none.
 
         A setting that only one config has does not count, since versions of transformers differ in theirs, nor do
-        numbers that are equal in float32, which is all that a GGUF header holds.
+        numbers that are equal in float32, which is all that a GGUF header holds, nor the model type of a compact model,
+        which is of the family of the other.
         """
         mine, theirs = (identity.settings or {} for identity in (self, other))
-        told = [f"its {name} is {str(a)[:60]}, not {str(b)[:60]}" for name, a, b in differing(mine, theirs)]
+        one_family = {"model_type"} if self.model_type == other.model_type else set()
+        told = [
+            f"its {name} is {str(a)[:60]}, not {str(b)[:60]}"
+            for name, a, b in differing(mine, theirs)
+            if name not in one_family
+        ]
         return printable(f" ({'; '.join(told)})") if told else ""
 
 

@@ -24,6 +24,7 @@ from lyapunov_prune.explaining import Explanation
 from lyapunov_prune.explaining import explain as module
 from lyapunov_prune.explaining.explain import READINGS, explain, forwards, told_cost
 from lyapunov_prune.explaining.pair import Side
+from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.forward import states
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import read
@@ -341,6 +342,11 @@ def test_the_first_layer_that_is_not_finite_is_named(which: int, llama: PreTrain
     pair[which] = broken(llama)
     with pytest.raises(NonFiniteError, match="output of layer 2"):
         explain(pair[0], pair[1], ids)
+
+
+def test_a_compact_model_differs_by_what_was_cut(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    found = explain(llama, make_compact(llama, Cuts((1,))), ids)
+    assert (found.settings, found.blamed) == ("", (1,))
 
 
 @pytest.mark.parametrize(
