@@ -89,10 +89,10 @@ def _sized(folder: Path, model: PreTrainedModel) -> str:
 
 
 def _measured(worth: Worth) -> str:
-    speed = f"\n\nSpeed: {as_text(worth.speed)}." if worth.speed else ""
+    speed = f"\n\n{as_text(worth.speed)}." if worth.speed else ""
     return (
-        f"## Measured\n\n{worth.perplexity:.4g} on {worth.tokens:,} tokens of {as_text(worth.text)}, "
-        f"{worth.ratio.told()} of the dense model. {worth.ratio.means()}{speed}\n\n"
+        f"## Measured\n\nPerplexity {worth.perplexity:.4g} on {worth.tokens:,} tokens of {as_text(worth.text)}. "
+        f"P{worth.ratio.told()[1:]} of the dense model's. {worth.ratio.means()}{speed}\n\n"
     )
 
 

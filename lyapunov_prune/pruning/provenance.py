@@ -188,6 +188,10 @@ def _kind(plan: PruningPlan) -> tuple[str, str]:
     elif isinstance(gone, ExpertsGone):
         kind, parts = "expert", f"without {gone.fewer} experts a layer"
         parts = f", {parts}" if plan.remove else parts
+    elif isinstance(gone, PartsGone):
+        counts = {"attentions": len(gone.attention), "activations": len(gone.activation)}
+        kind, parts = "sublayer", f"without {' and '.join(f'{n} {part}' for part, n in counts.items() if n)}"
+        parts = f", {parts}" if plan.remove else parts
     return kind, depth + parts if plan.remove or kind == "depth" else parts
 
 

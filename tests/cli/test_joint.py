@@ -47,18 +47,23 @@ def test_a_checkpoint_with_its_decision_and_its_report(run: Callable[..., Done])
     assert "Remove" in done.out
     *_, concluded, following = done.out.splitlines()
     assert concluded == result.conclusion() != ""
-    assert following.startswith("Next: lyapunov-prune eval out --against tiny")
+    ratio = result.against_dense()
+    assert ratio is not None
+    named = "eval out --against tiny --speed" if ratio.is_good else "explain tiny out"
+    assert following == f"Next: lyapunov-prune {named}"
     page = Path("out/report.html").read_text()
     for word in ("Joint removal", "Pairs of the budget", "Recovered points", "Importance within each type", "together"):
         assert word in page
     told = Path("out/README.md").read_text()
     attention, activation = result.decision.chosen
+    parts = (attention, "attentions"), (activation, "activations")
     for line in (
         f"{attention} attentions and {activation} activations are removed",
         "The budget is 2 to remove. Of 3 pairs that meet it",
         "The choice is " + ("certain" if result.decision.certain else "not certain"),
         f"The noise is at most {result.decision.noise:.3g}",
         "model-index:",
+        f"# tiny without {' and '.join(f'{n} {part}' for n, part in parts if n)}",
         f"not used above: {result.chosen:.4g}, dense {result.dense:.4g}",
         "    lyapunov-prune joint tiny --remove 2 --reduction affine -o OUT",
     ):
