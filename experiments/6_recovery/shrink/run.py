@@ -85,14 +85,15 @@ def main(
         texts = [read_text(loaded, text, scored, 512, "evaluation") for text in unseen]
         report = Shrinking.load(folder / REPORT)
         on = tuple(text.measured_on(loaded.model) for text in texts)
-        learnt = replace(report.learnt_on, text=plain(report.learnt_on.text), model=on[0].model)
+        given = [model.name, *shlex.split(options)]
+        learnt = replace(report.learnt_on, text=told(report.learnt_on.text, given), model=on[0].model)
         found = OneCommand(
             options=ran.options,
             commit=commit,
             removed=report.plan.remove,
             parameters=report.parameters,
             size=report.size,
-            steps=tuple(replace(s, told=told(s.told, [model.name, *shlex.split(options)])) for s in report.steps),
+            steps=tuple(replace(s, told=told(s.told, given)) for s in report.steps),
             seconds=ran.seconds,
             learnt_on=learnt,
             dense=tuple(lp.perplexity(loaded.model, text, description="dense").windows for text in texts),
