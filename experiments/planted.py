@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+import lyapunov_prune as lp
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.gguf_whole import write_gguf
+from lyapunov_prune.export.packed import write_packed
 from lyapunov_prune.models.ggml import Kind, dequantised, fits, quantised
 
 WIDTH, INNER, HEAD, LAYERS = 64, 128, 16, 5
@@ -42,12 +48,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_inner": INNER, "n_positions": 256},
 }
+# Families in which only faults are planted.
+_MORE: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": HEAD, "sliding_window": 16, "final_logit_softcapping": 5.0},
+    "qwen3": {},
+    "granite": {"residual_multiplier": 0.4, "attention_multiplier": 1 / HEAD},
+    "qwen3_moe": {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
+    | {"norm_topk_prob": True},
+}
 
 
 def tiny(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model of the family in which every layer matters."""
     known = AutoConfig.for_model(family).to_dict()
-    given = {key: value for key, value in (_SIZES | FAMILIES[family]).items() if key in known or key == "head_dim"}
+    given = {
+        key: value for key, value in (_SIZES | (FAMILIES | _MORE)[family]).items() if key in known or key == "head_dim"
+    }
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **given | changes)).eval()
     with torch.no_grad():
@@ -283,6 +299,30 @@ def rounded(model: PreTrainedModel, kind: str = "Q4_0") -> PreTrainedModel:
             best = next(k for k in (Kind[kind], Kind.Q8_0, Kind.F16) if fits(k, values.shape[1]))
             parameter.copy_(torch.from_numpy(dequantised(quantised(values, best), best).reshape(parameter.shape)))
     return made
+
+
+def stored(model: PreTrainedModel, storage: str) -> tuple[str, lp.models.Decoder]:
+    """The model in a file of 4 bits, loaded from there; plain safetensors if the storage cannot hold it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        tokenizer = byte_tokenizer()
+        try:
+            if storage == "GGUF":
+                write_gguf(model, tokenizer, path / "m.gguf", "q4_0")
+                return storage, lp.load(str(path / "m.gguf"))
+            if storage == "packed":
+                made = lp.compress(model, method="rtn", bits=4, group_size=32, symmetric=True)
+                write_packed(model, made, tokenizer, path / "m", "tiny")
+                return storage, lp.load(str(path / "m"))
+        except (LyapunovPruneError, lp.CheckFailed, RuntimeError):  # a family, a setting, or NaN
+            pass
+        return "safetensors", _plain(rounded(model), path / "plain")
+
+
+def _plain(model: PreTrainedModel, path: Path) -> lp.models.Decoder:
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return lp.load(str(path))
 
 
 def trained(model: PreTrainedModel, some: str = "", steps: int = 20, rate: float = 1e-3) -> PreTrainedModel:

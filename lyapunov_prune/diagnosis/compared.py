@@ -15,6 +15,8 @@ _NUMBERS = 16  # in a row or column from which on it is compared with others
 _PRUNED = 1.5  # error of a row or column of a pruned matrix from which on it is told
 _CUT = 0.4  # of a row or column, which cutting off its largest numbers may take
 _TURNED = 3.0  # factor of the numbers that pruning left, from which on they are not W's
+CLIP = 0.48  # of the largest number, to which tools that search a clip (AWQ: to half) may cut it
+_AT_END = 0.9  # of the largest number of a block, from which on a number may be one that was cut off there
 _AT_ONCE = 2**22  # numbers
 FLOOR = 0.004  # relative error of a cast to bfloat16, twice over
 
@@ -28,7 +30,9 @@ class Compared:
     to their norm, or to a tenth of the mean norm if that is more; `row_gains` and `column_gains` are ⟨v, w⟩ / ‖w‖².
     `blocks` lists (row, block) of blocks of 32 numbers whose error is far beyond that of others. `row_off`,
     `column_off` and `block_off` are squares of errors, `size` is ‖W‖, and `projected` ⟨V, W − V⟩ / ‖V‖‖W − V‖, 0 for a
-    projection. `bad` counts numbers that are not finite, and `sparse` says whether V was pruned.
+    projection; what was cut off at the end of a block, as AWQ does, is no error there. `bad` counts numbers that are
+    not finite, and `sparse` says whether V was pruned; `gone` is then the mean square of what was pruned over that of
+    all, in the median of columns: below 1 if small numbers go, as by every score with a magnitude in it.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +52,7 @@ class Compared:
     row_off: np.ndarray
     column_off: np.ndarray
     block_off: float
+    gone: float = 0.0
 
     @property
     def allowed(self) -> float:
@@ -106,7 +111,7 @@ def compare(dense: torch.Tensor, file: torch.Tensor) -> Compared:
     W, V = (tensor.reshape(len(tensor), -1) for tensor in (dense, file))
     m, n = W.shape
     wide = n >= BLOCK and n % BLOCK == 0
-    by_row, by_column = np.zeros((4, m)), np.zeros((4, n))
+    by_row, by_column, masked = np.zeros((4, m)), np.zeros((4, n)), np.zeros((3, n))
     blocks: list[np.ndarray] = []
     errors: list[np.ndarray] = []
     bad, pruned = 0, 0.0
@@ -121,9 +126,16 @@ def compare(dense: torch.Tensor, file: torch.Tensor) -> Compared:
             v = v.where(finite, torch.zeros(()))
         if sparse:  # rows and columns are compared where they were not pruned
             kept = (v != 0) | ~filled[start : start + step, None]
-            pruned += float(w.where(~kept, torch.zeros(())).square().sum(dtype=torch.float64))
+            lost = w.where(~kept, torch.zeros(())).square()
+            pruned += float(lost.sum(dtype=torch.float64))
+            some = filled[start : start + step]
+            masked += torch.stack(
+                [each[some].sum(0, dtype=torch.float64) for each in (lost, w.square(), ~kept)]
+            ).numpy()
             w = w.where(kept, torch.zeros(()))
         d = v - w
+        if wide and not sparse:
+            d = d.where(~_cut(w, v), torch.zeros(()))
         squares = d.square()
         parts = (w.square(), v.square(), v * w, squares)
         by_row[:, start : start + step] = torch.stack([part.sum(1, dtype=torch.float64) for part in parts]).numpy()
@@ -162,7 +174,25 @@ def compare(dense: torch.Tensor, file: torch.Tensor) -> Compared:
         row_off=dd,
         column_off=by_column[3],
         block_off=far[:, 3].sum(),
+        gone=_gone(masked, int(filled.sum())) if sparse else 0.0,
     )
+
+
+def _cut(w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The numbers of W that V has cut off at the end of a block, in rows that keep half of their largest number."""
+    a, b = w.abs(), v.abs()
+    ends = b.view(len(b), -1, BLOCK)
+    at_end = (ends >= _AT_END * ends.amax(-1, keepdim=True)).view(b.shape)
+    return (
+        at_end & (b.amax(1, keepdim=True) >= CLIP * a.amax(1, keepdim=True)) & (v * w > 0) & (b < a) & (b >= CLIP * a)
+    )
+
+
+def _gone(masked: np.ndarray, rows: int) -> float:
+    """The median of columns that were pruned in part: mean square of what is gone by that of all."""
+    lost, size, count = masked
+    some = (count > 0.1 * rows) & (count < 0.9 * rows) & (size > 0)
+    return float(np.median(lost[some] / size[some] * rows / count[some])) if rows >= _NUMBERS and some.any() else 0.0
 
 
 def _relative(off: np.ndarray, size: np.ndarray) -> np.ndarray:

@@ -22,6 +22,7 @@ from lyapunov_prune.results.wording import runs
 # An error of this size that nothing explains is told; a smaller one only of few tensors that are far from their peers.
 _UNRELATED, _ODD, _FAR, _FEW = 0.5, 0.15, 3.0, 0.1
 _HALF, _WHOLE = 0.4, 0.8  # errors that are told though the peers are as far off, and all matrices
+_LARGE, _ANY = 1.3, 0.9  # mean square of what was pruned, by that of all: of the large numbers, of any
 _RESTORED = 6  # findings that are put right one at a time
 # What a model in another form is made of; another order alone changes no rounding.
 _ORDER = ("permuted",)
@@ -144,13 +145,18 @@ def _faults(sides: Sides, places: dict[TensorPlace, Compared]) -> list[_Told]:
     searched = 0
     usual = _usual(places)
     typical = float(np.median([found.error for found in places.values() if len(found.shape) > 1] or [0.0]))
-    suspects = [place for place, found in places.items() if found.bad or _is_off(found)]
+    odd_masks = _odd_masks(places)
+    suspects = [place for place, found in places.items() if found.bad or place in odd_masks or _is_off(found)]
     for place in sides.by_layer(suspects):
         found = places[place]
         if found.bad:
             told.append(
                 _Told(place, "", "non-finite", f"{{holds}} {found.bad:,} numbers that are not finite", "certain", 1)
             )
+            continue
+        if place in odd_masks:
+            said = "{has} zeros in place of numbers that are as large as those that are left"
+            told.append(_Told(place, "", "pruned", said, "likely", found.error))
             continue
         case = _case(sides, place, found)
         heavy = case.vector or (
@@ -177,6 +183,18 @@ def _faults(sides: Sides, places: dict[TensorPlace, Compared]) -> list[_Told]:
     if sum(each.kind == "differs" and each.error < _UNRELATED for each in told) > few:  # a part was trained on
         told = [each for each in told if each.kind != "differs" or each.error >= _UNRELATED]
     return _moved(sides, told)
+
+
+def _odd_masks(places: dict[TensorPlace, Compared]) -> set[TensorPlace]:
+    """The tensors whose zeros no method of pruning puts there: in place of large numbers, or of any in few tensors.
+
+    A mask that was learnt is independent of the numbers, in most tensors of a role alike; that is honest.
+    """
+    roles: dict[str, list[bool]] = {}
+    for place, found in places.items():
+        roles.setdefault(place.role, []).append(found.sparse)
+    alone = {role for role, sparse in roles.items() if sum(sparse) <= len(sparse) / 2}
+    return {p for p, found in places.items() if found.gone > (_ANY if p.role in alone else _LARGE)}
 
 
 def _usual(places: dict[TensorPlace, Compared]) -> dict[TensorPlace, float]:

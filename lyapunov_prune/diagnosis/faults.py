@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from lyapunov_prune.diagnosis.compared import BLOCK, Compared
+from lyapunov_prune.diagnosis.compared import BLOCK, CLIP, Compared
 from lyapunov_prune.diagnosis.sides import Sides, TensorPlace, read, tensor_of
 from lyapunov_prune.models.roles import role
 
@@ -22,6 +22,7 @@ _SAMPLED = 256  # rows that are looked for elsewhere
 _LENGTH = 4096  # numbers of a row by which it is looked for
 _RANK = 64  # the most of an adapter
 _BINS = 256
+_OF_NEIGHBOURS = "of its neighbours in the layer too, as a fused tensor that was split in another order"
 _ALONG = 0.75  # cosine of rows from which on one is the other but for scales; unrelated ones have 0.4 at most
 
 
@@ -305,8 +306,7 @@ def _permuted(case: Case, axis: int) -> Match | None:
     ):
         return None
     if order.max() >= len(W):
-        said = "{holds} rows of its neighbours in the layer too, as a fused matrix that was split in another order"
-        return Match("permuted", said, 0.0)
+        return Match("permuted", f"{{holds}} rows {_OF_NEIGHBOURS}", 0.0)
     left = min(after, 0.2 * before)  # what is left of directions is the scales'
     if len(some) > 2 and len(np.unique(order)) <= 0.8 * len(order):
         return Match("repeated", f"{{holds}} some of its {what} twice, in place of others", left)
@@ -314,21 +314,28 @@ def _permuted(case: Case, axis: int) -> Match | None:
 
 
 def _permuted_vector(case: Case) -> Match | None:
-    """A vector in another order, by its sorted numbers."""
+    """A vector in another order, by its sorted numbers, or made of numbers of its neighbours in the layer."""
     if not case.whole or len(case.W) < 4 or case.error < 0.02:
         return None
+    others = torch.cat([case.W.ravel(), *(other.ravel() for other in _siblings(case))])
+    if len(others) > len(case.W) and float(torch.isin(case.V, others).float().mean()) > 0.95 > float(
+        torch.isin(case.V, case.W).float().mean()
+    ):
+        return Match("permuted", f"{{holds}} numbers {_OF_NEIGHBOURS}", 0.0)
     left = float((case.V.sort(0).values - case.W.sort(0).values).norm()) / case.size
     return Match("permuted", "{has} its numbers in another order", left) if left < min(2e-3, 0.1 * case.error) else None
 
 
 def _siblings(case: Case) -> Iterator[torch.Tensor]:
-    """The other dense matrices of this width in this layer."""
+    """The other dense matrices of this width in this layer; of a vector its other vectors of this kind."""
     sides, own = case.sides, case.sides.dense_name(case.place)
+    if case.place.own is None:
+        return
     for shape, names in sides.alike.items():
-        if len(shape) == 2 and shape[1] == case.W.shape[1] and case.place.own is not None:
-            for name in names:
-                if name != own and sides.dense.structure.layer_of(name) == case.place.own:
-                    yield read(sides.dense, name)
+        for name in names if len(shape) == len(case.found.shape) and shape[1:] == case.found.shape[1:] else ():
+            same = not case.vector or name.rpartition(".")[2] == own.rpartition(".")[2]
+            if name != own and same and sides.dense.structure.layer_of(name) == case.place.own:
+                yield read(sides.dense, name)
 
 
 def _order(case: Case, at: np.ndarray, order: np.ndarray, count: int, what: str) -> str:
@@ -427,9 +434,12 @@ def _by_block(case: Case) -> tuple[torch.Tensor, torch.Tensor] | None:
 def clipped(case: Case) -> Match | None:
     """Numbers beyond a limit were cut off: blocks that saturate, or a cast that overflows and is clamped.
 
-    Statistic: what W clamped to the range of V leaves. Threshold: `Case.fits`, with 0.1 % of the numbers clamped.
+    Statistic: what W clamped to the range of V leaves. Threshold: `Case.fits`, with 0.1 % of the numbers clamped, to
+    less than 0.48 of the largest: tools that search a clip, as AWQ does, go to half.
     """
     low, high = float(case.V.min()), float(case.V.max())
+    if max(-low, high) > CLIP * float(case.W.abs().max()):
+        return None
     X = case.W.clamp(low, high) if low < high else case.W
     if not 1e-3 <= float((X != case.W).float().mean()) < 0.5 or not case.fits(case.left(X)):  # ternary: more
         return None
@@ -508,12 +518,14 @@ def low_rank(case: Case) -> Match | None:
     0.9, where the error is above 0.8 of ‖W‖. A truncated decomposition of W is no fault: it has a cosine above 0.5.
     """
     rank = min(_RANK, min(case.W.shape) // 8)
-    if not case.whole or rank < 2 or case.error < 0.8 or case.found.cosine > 0.5:
+    if not case.whole or rank < 2 or case.error < 0.8:
         return None
     for D, said in (
         (case.V - case.W, "{is} that of DENSE plus a matrix of low rank that is as large"),
         (case.V, "{is} a matrix of low rank alone"),
     ):
+        if D is case.V and case.found.cosine > 0.5:
+            return None
         kept = torch.svd_lowrank(D, rank + 4, niter=2)[1][:rank].norm()
         if float(kept) ** 2 > 0.9 * float(D.norm()) ** 2:
             return Match("adapter", said, 0.0)

@@ -57,5 +57,6 @@ KNOWN: dict[str, tuple[str, str]] = {
     "initialised": ("a tensor that is missing in the checkpoint, or has another name there", "convert it again"),
     "adapter": ("an adapter merged without α / r, twice, or into nothing", "merge the adapter again"),
     "saturated": ("a cast to a narrower type that clamps", "convert it again"),
+    "pruned": ("a mask that was inverted, or numbers that were lost on the way", "prune DENSE again"),
     "differs": ("a stale shard, or a tensor of another model", "fetch that shard again"),
 }

@@ -9,7 +9,6 @@ the tests were set on models of other seeds. Writes diagnosis.json.
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from experiments.planted import (
     planted,
     rotary,
     rounded,
+    stored,
     tiny,
     trained,
     with_adapters,
@@ -40,8 +40,6 @@ from experiments.statements import table
 from lyapunov_prune.diagnosis.diagnose import diagnose
 from lyapunov_prune.diagnosis.finding import Diagnosis
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.export.gguf_whole import write_gguf
-from lyapunov_prune.export.packed import write_packed
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result
@@ -128,30 +126,6 @@ def _judged(name: str, family: str, storage: str, found: Diagnosis, fault: Fault
     tried = Tried(name, family, storage, bool(right) and whole, len(found.findings) - len(right), said)
     print(tried.planted or "honest", family, storage, tried.right, tried.others, *said[:2], sep=" | ", flush=True)
     return tried
-
-
-def stored(model: PreTrainedModel, storage: str) -> tuple[str, lp.models.Decoder]:
-    """The model in a file of 4 bits, loaded from there; plain safetensors if the storage cannot hold it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
-        tokenizer = byte_tokenizer()
-        try:
-            if storage == "GGUF":
-                write_gguf(model, tokenizer, path / "m.gguf", "q4_0")
-                return storage, lp.load(str(path / "m.gguf"))
-            if storage == "packed":
-                made = lp.compress(model, method="rtn", bits=4, group_size=32, symmetric=True)
-                write_packed(model, made, tokenizer, path / "m", "tiny")
-                return storage, lp.load(str(path / "m"))
-        except (LyapunovPruneError, lp.CheckFailed, RuntimeError):  # a family, a setting, or NaN
-            pass
-        return "safetensors", _plain(rounded(model), path / "plain")
-
-
-def _plain(model: PreTrainedModel, path: Path) -> lp.models.Decoder:
-    model.save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return lp.load(str(path))
 
 
 def _tokenizers() -> Iterator[Tried]:
