@@ -73,7 +73,7 @@ class Row(TypedDict):
     features: dict[str, str]
 
 
-def judge(name: str, sets: Iterable[str] = tuple(REMOVALS)) -> Row:
+def judge(name: str, sets: Iterable[str] = tuple(REMOVALS), measured: bool = True) -> Row:
     """Build the family, run its intact control, and put it through the removals of `sets` and the measurements."""
     row = Row(
         model_class=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type_of(name)],
@@ -91,8 +91,8 @@ def judge(name: str, sets: Iterable[str] = tuple(REMOVALS)) -> Row:
     row["control"] = _control(model)
     if row["control"] == YES:
         row["removals"] = {label: _removal(model, REMOVALS[label]) for label in sets}
-        row["measured"] = _measured(model)
-        row["checked"] = _checked(model)
+        if measured:
+            row["measured"], row["checked"] = _measured(model), _checked(model)
     return row
 
 
