@@ -34,8 +34,7 @@ MEASUREMENTS: dict[str, Callable[[Any, torch.Tensor], pd.DataFrame]] = {
 }
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-@pytest.mark.parametrize("name", MEASUREMENTS)
+@pytest.mark.parametrize(("name", "gpus"), [("contraction", 1), *((name, 2) for name in MEASUREMENTS)])
 def test_a_measurement(name: str, gpus: int, ids: torch.Tensor) -> None:
     model = make_tiny("llama", num_hidden_layers=3)
     wanted = MEASUREMENTS[name](model, ids)

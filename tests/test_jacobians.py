@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import KINDS, LAYERS, TINY, make_tiny, moe, words_of
+from helpers import LAYERS, TINY, make_tiny, moe, words_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -19,8 +18,6 @@ from transformers import PreTrainedModel
 
 from experiments.jacobians import JacobianNorms, _signs, jacobian_figure, largest_stretch, sublayer_jacobians
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
-from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.structure import find_structure
 
 Map = Callable[[torch.Tensor], torch.Tensor]
@@ -109,7 +106,7 @@ def gains(found: JacobianNorms) -> np.ndarray:
     return np.array([found.attention_gain, found.mlp_gain]).T
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "opt", "gemma2", "llama"])  # each form of `attention_and_mlp`
 def test_agrees_with_the_full_jacobian_in_float64(name: str, window: torch.Tensor) -> None:
     model = make_tiny(name, num_hidden_layers=3)
     found = sublayer_jacobians(model, window, steps=16, probes=24)
@@ -272,12 +269,3 @@ def test_saves_loads_and_prints(llama: PreTrainedModel, window: torch.Tensor, tm
     assert str(again) == str(found)
     assert "lower estimates" in str(again)
     assert "stretch of an error" in words_of(jacobian_figure(found))
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("smollm2")
-def test_branches_of_the_builtin_model_stretch_far_beyond_one(smollm2: Decoder, english: TokenBatch) -> None:
-    """The paper's point: it is not the branches that contract."""
-    found = sublayer_jacobians(smollm2.model, replace(english, ids=english.ids[:1, :32]), steps=6, probes=2)
-    assert (norms(found) > 1).mean() > 0.9
-    assert (gains(found) <= norms(found) * (1 + 1e-3)).all()

@@ -78,11 +78,11 @@ def test_a_backbone_fills_what_only_it_knows() -> None:
     assert verify_compact(model, make_compact(model, cuts), cuts, elsewhere=True).passed
 
 
-@pytest.mark.parametrize("name", ["gemma", "granite", "mixtral", "olmo2", "olmo3", "phi", "qwen3_moe", "smollm3"])
+@pytest.mark.parametrize("name", ["gemma", "mixtral", "olmo2", "phi", "smollm3"])
 def test_families_of_the_zoo_pass_the_gate(name: str, ids: torch.Tensor) -> None:
     """The module that stands for the block of a mixture is the user's own matrix."""
     model = make_zoo(name)
-    model = model if name in ("mixtral", "qwen3_moe") else model.double()  # torch has no grouped kernel of float64
+    model = model if name == "mixtral" else model.double()  # torch has no grouped kernel of float64
     made = make_compact(model, CUTS)
     report = verify_compact(model, made, CUTS, batch=ids, elsewhere=name == "mixtral")
     assert report.passed, f"\n{report}"

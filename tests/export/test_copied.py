@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import REMOVE, TINY, VOCABULARY, limit_file_size, linked, make_small, make_tiny, on_disk, saved, tensors
+from helpers import REMOVE, VOCABULARY, limit_file_size, linked, make_small, make_tiny, on_disk, saved, tensors
 from packed_files import pack_others, pack_with_zero_points
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -48,9 +48,6 @@ from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.pruning.removed import PartsGone
 
-# Numbers of these change when layers leave, and a copy changes none.
-FOLDED = {"gpt2-inverse-layer"}
-
 
 def configs(folder: Path) -> dict[str, Any]:
     return {name: json.loads((folder / name).read_text()) for name in ("config.json", "generation_config.json")}
@@ -59,8 +56,9 @@ def configs(folder: Path) -> dict[str, Any]:
 # The same as in memory.
 
 
+# families/test_on_disk.py copies every decoder.
 @pytest.mark.parametrize(
-    ("name", "shard"), [("llama", "5GB"), ("opt", "5GB"), *((name, "20KB") for name in sorted(TINY.keys() - FOLDED))]
+    ("name", "shard"), [("llama", "5GB"), ("opt", "5GB"), *((name, "20KB") for name in ("llama", "gemma3", "phi3"))]
 )
 def test_the_files_are_those_that_removal_in_memory_writes(
     name: str, shard: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
@@ -106,7 +104,7 @@ def test_files_that_the_index_does_not_name_are_left_out(checkpoint: Path, tmp_p
     assert "consolidated.safetensors" not in os.listdir(tmp_path / "disk")
 
 
-@pytest.mark.parametrize(("name", "remove"), [("llama", (0, 1)), *((n, (2, 4)) for n in sorted(TINY.keys() - FOLDED))])
+@pytest.mark.parametrize(("name", "remove"), [("llama", (0, 1)), *((n, (2, 4)) for n in ("gemma3", "gpt_neox", "opt"))])
 def test_compact_layers_are_removed_and_the_list_of_what_they_lost_follows(
     name: str, remove: tuple[int, ...], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -640,12 +638,12 @@ def test_killed_at_any_moment_it_leaves_a_whole_checkpoint_or_none(
 
 # A large one.
 
-LARGE = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 5}
+LARGE = {"vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 5}
 
 
 def write_large(folder: Path) -> dict[str, int]:
-    """A sharded bfloat16 checkpoint of 3 GB: the shapes of a Llama, and one block of random bytes again and again."""
-    config = AutoConfig.for_model("llama", **LARGE, num_attention_heads=32, dtype="bfloat16")
+    """A sharded bfloat16 checkpoint of 900 MB: the shapes of a Llama, and one block of random bytes again and again."""
+    config = AutoConfig.for_model("llama", **LARGE, num_attention_heads=16, dtype="bfloat16")
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     with torch.device("meta"):
@@ -684,16 +682,16 @@ def peak_of(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.slow
-def test_several_gigabytes_need_no_more_memory_than_a_tensor(
+def test_a_large_checkpoint_needs_no_more_memory_than_a_tensor(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     source, target = tmp_path / "source", tmp_path / "disk"
     try:
         sizes = write_large(source)
         tokenizer.save_pretrained(source)
-        assert sum(sizes.values()) > 2.5e9
-        peak = peak_of(lambda: on_disk(source, target, (1, 3), shard_bytes=10**9))
-        assert peak < max(sizes.values()) + 500e6, f"{peak / 1e6:.0f} MB"
+        assert sum(sizes.values()) > 8e8
+        peak = peak_of(lambda: on_disk(source, target, (1, 3), shard_bytes=3 * 10**8))
+        assert peak < max(sizes.values()) + 200e6, f"{peak / 1e6:.0f} MB"
         before, after = read_tensors(source), read_tensors(target)
         assert len({tensor.file for tensor in after.values()}) == 3
         for name, tensor in after.items():
