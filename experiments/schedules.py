@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
+from experiments.bits_kl import halves
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
 from lyapunov_prune.allocation.fitting import SPAN, fit, shift
 from lyapunov_prune.allocation.schedule import SPARSEST
 from lyapunov_prune.allocation.schedules.atp import steepest
 from lyapunov_prune.calibration.gathering import input_norms
-from lyapunov_prune.compression.held_out import halves
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift

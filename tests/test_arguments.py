@@ -43,7 +43,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("perplexity", {"batch": _IDS, "batch_size": -1}, "batch_size is -1"),
     ("allocate", {"schedule": "uniform", "budget": "0.5"}, "budget is '0.5'"),
     ("allocate", {"schedule": "atp", "budget": 0.5, "beta": "steep"}, "beta of atp is 'steep'"),
-    ("allocate", {"schedule": "bits-kl", "budget": 4, "cost": 3}, "cost is 3"),
     ("check_bounds", {"batch": _IDS, "rank": 2.5}, "rank is 2.5"),
     ("check_bounds", {"batch": _IDS, "cache_radius": "0.1"}, "cache_radius is '0.1'"),
     ("load_text", {"source": None, "tokenizer": "tokenizer"}, "source is None"),

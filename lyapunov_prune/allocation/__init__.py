@@ -2,7 +2,6 @@
 
 - `schedules/`: one file per schedule; `table` lists them by name; `schedule`: their base class; `allocate` calls one;
 - `allocation`: the decision; `fitting`: the arithmetic that makes its sum right;
-- `bit_widths`: an integer bit width for every layer at least total cost;
 - `knapsack`: the least cost of any choices within a budget.
 
 A new schedule is a file in `schedules` and a row in `table.SCHEDULES`; docs/adding/method.md shows one.

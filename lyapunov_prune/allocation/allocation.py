@@ -20,6 +20,7 @@ from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 Unit = Literal["sparsity", "rank", "bits"]
+DENSE = 16  # the bits that stand for a matrix left as it is
 
 
 @dataclass(frozen=True)

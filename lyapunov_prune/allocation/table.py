@@ -5,4 +5,4 @@ from __future__ import annotations
 from lyapunov_prune.allocation.schedule import Schedule
 from lyapunov_prune.registry import Registry
 
-SCHEDULES = Registry[Schedule]("schedule", "lyapunov_prune.allocation.schedules", ("atp", "bits-kl", "uniform"))
+SCHEDULES = Registry[Schedule]("schedule", "lyapunov_prune.allocation.schedules", ("atp", "uniform"))

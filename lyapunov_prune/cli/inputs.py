@@ -120,14 +120,6 @@ def chosen_allocation(allocation: str) -> str | Allocation:
     return Allocation.load(allocation)
 
 
-def reads_text(method: str, schedule: str | Allocation) -> bool:
-    """Whether compressing goes by a text, or by the weights alone."""
-    from lyapunov_prune.allocation.table import SCHEDULES
-    from lyapunov_prune.compression.table import METHODS
-
-    return METHODS[method].needs != "nothing" or (isinstance(schedule, str) and SCHEDULES[schedule].needs_cost)
-
-
 def run_folder(output: Path | None, model: str) -> Path:
     return output or Path("runs") / folder_name(model)
 

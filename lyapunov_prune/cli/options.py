@@ -229,9 +229,7 @@ Sparsity = Annotated[
         "inputs.",
     ),
 ]
-Bits = Annotated[
-    float | None, what_option(help="Bits per weight (rtn, gptq, awq), or 1.58; with an allocation the mean.")
-]
+Bits = Annotated[float | None, what_option(help="Bits per weight (rtn, gptq, awq), or 1.58.")]
 Allocation = Annotated[
     str,
     checks.SCHEDULE,

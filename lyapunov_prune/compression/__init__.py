@@ -4,8 +4,7 @@
   `second_order`: what several share;
 - `recipe`: how every matrix of a model is compressed, and the loop over layers; `compress`: applies it to a copy of the
   model in memory; `report`: the result; `described`: what it says of one matrix;
-- `asking`: amounts and options that a method or a schedule does not take, refused without torch;
-- `held_out`: the cost of bits for schedules that distribute them.
+- `asking`: amounts and options that a method or a schedule does not take, refused without torch.
 
 A new method is a file in `methods` and a row in `table.METHODS`; docs/adding/method.md shows one.
 """

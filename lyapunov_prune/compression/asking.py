@@ -26,14 +26,14 @@ def require_amount(
     told = {name: x for name, x in (("sparsity", sparsity), ("rank", rank), ("bits", bits)) if x is not None}
     if isinstance(allocation, str):
         given = [*told]
-        shares: list[str] = [*_TAKES] if allocation == "uniform" else [SCHEDULES[allocation].unit]
+        shares: list[str] = [*_TAKES] if allocation == "uniform" else ["sparsity"]
     else:
         given, shares = [*told, allocation.unit], [allocation.unit]
     if not given:
         raise LyapunovPruneError(f"--method {method} needs an amount; give {_EXAMPLES[takes[0]]} with it")
     unit = given[0]
     others = [name for name, known in METHODS.items() if unit in _TAKES[known.unit]]
-    own = [name for name, known in SCHEDULES.items() if name == "uniform" or known.unit == unit]
+    own = [name for name in SCHEDULES if name == "uniform" or unit == "sparsity"]
     wrong = {
         f"{' and '.join(given)} say the amount of --method {method}; give one of them": len(given) > 1,
         f"--method {method} takes {' or '.join(takes)}, not {unit}; give {_EXAMPLES[takes[0]]}, or add --method "

@@ -11,12 +11,10 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.arguments import Count, Share
-from lyapunov_prune.compression.held_out import RoundingCost
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.recipe import CompressionRequest, recipe_for
 from lyapunov_prune.compression.report import CompressionReport
-from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.forward.reading import Readable, Reading
+from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.decoder import runs_model
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.results.history import add_step
@@ -68,15 +66,8 @@ def compress(
     Memory: a copy of the model, and the statistics of one layer. Raises LyapunovPruneError for amounts and options that
     the method does not have, a missing text, and matrices shared between layers.
     """
-    also: dict[str, Any] = {"group_size": group_size, "symmetric": symmetric, "weighted": weighted}
-    asked = CompressionRequest(
-        method, sparsity, rank, bits, allocation, schedule_options, pattern, correction=correction, **also
-    )
-
-    def rounding(reading: Reading) -> RoundingCost:
-        return RoundingCost(reading, METHODS.make(method, **{k: v for k, v in also.items() if v}), batch_size)
-
-    recipe = recipe_for(model, batch, asked, rounding)
+    how = (allocation, schedule_options, pattern, group_size, symmetric, weighted, correction)
+    recipe = recipe_for(model, batch, CompressionRequest(method, sparsity, rank, bits, *how))
     small = copy.deepcopy(model.model)
     report = recipe.apply(small, batch_size=batch_size)
     add_step(small, "compress", report.saw, model.model)

@@ -12,10 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocate import allocate
-from lyapunov_prune.allocation.allocation import Allocation, Matrices, Unit
-from lyapunov_prune.allocation.bit_widths import DENSE
-from lyapunov_prune.allocation.schedule import CostFunction
-from lyapunov_prune.allocation.table import SCHEDULES
+from lyapunov_prune.allocation.allocation import DENSE, Allocation, Matrices, Unit
 from lyapunov_prune.arguments import Count
 from lyapunov_prune.calibration.downstream import token_weights
 from lyapunov_prune.calibration.statistics import Statistics
@@ -164,13 +161,8 @@ class CompressionRequest:
 
 
 @runs_model
-def recipe_for(
-    model: Streamable,
-    batch: Readable | None,
-    asked: CompressionRequest,
-    rounding: Callable[[Reading], CostFunction] | None = None,
-) -> Recipe:
-    """The Recipe for the options of `compress`; `rounding` makes the cost of bits from the text.
+def recipe_for(model: Streamable, batch: Readable | None, asked: CompressionRequest) -> Recipe:
+    """The Recipe for the options of `compress`.
 
     Raises LyapunovPruneError for amounts and options that the method does not have, a rank that changes no matrix, a
     missing text, and matrices shared between layers.
@@ -196,10 +188,7 @@ def recipe_for(
         allocation.require_model(model.model)
     else:
         amount = next(x for x in (sparsity, rank, asked.bits) if x is not None)
-        cost = None
-        if SCHEDULES[allocation].needs_cost and given is not None and rounding is not None:
-            cost = rounding(given)
-        allocation = _allocated(model.model, kind, amount, allocation, asked.schedule_options or {}, cost)
+        allocation = _allocated(model.model, kind, amount, allocation, asked.schedule_options or {})
     projections = find_projections(model)
     _require_apart(model.model, projections)
     shapes = [p.weight(model.model).shape for p in projections]
@@ -212,18 +201,13 @@ def recipe_for(
 
 
 def _allocated(
-    model: PreTrainedModel,
-    kind: str,
-    amount: float,
-    schedule: str,
-    options: Mapping[str, Any],
-    cost: CostFunction | None,
+    model: PreTrainedModel, kind: str, amount: float, schedule: str, options: Mapping[str, Any]
 ) -> Allocation:
     if schedule == "uniform" and kind != "sparsity":
         matrices = Matrices.of(model)
         even = np.full(len(matrices.sizes), float(amount))
         return matrices.allocated("uniform", amount, even, {}, unit=cast(Unit, kind))
-    return allocate(model, schedule, amount, cost=cost, **options)
+    return allocate(model, schedule, amount, **options)
 
 
 def _amount(method: Method, amount: float, unit: str, shape: Sequence[int]) -> float | None:

@@ -20,9 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.bit_widths import DENSE
-from lyapunov_prune.allocation.table import SCHEDULES
+from lyapunov_prune.allocation.allocation import DENSE, Allocation
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import write_card
@@ -62,7 +60,7 @@ def require_packed_options(method: str, bits: float | None, symmetric: bool, all
     if isinstance(allocation, Allocation):
         held = allocation.unit == "bits" and {*allocation.amount} <= {*range(2, 9), DENSE}
     else:
-        held = bits in BITS if allocation == "uniform" else SCHEDULES[allocation].unit == "bits"
+        held = bits in BITS and allocation == "uniform"
     name = allocation.schedule if isinstance(allocation, Allocation) else allocation
     given = "no bits" if bits is None else f"{bits:g} bits"
     wrong = {

@@ -8,8 +8,6 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.saving import Shards
@@ -26,15 +24,6 @@ from lyapunov_prune.models.size import model_size
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_with
-
-
-def require_streamed(allocation: str | Allocation) -> None:
-    """Raise LyapunovPruneError for a schedule that a streamed model cannot be compressed by."""
-    if isinstance(allocation, str) and SCHEDULES[allocation].needs_cost:
-        raise LyapunovPruneError(
-            f"allocation {allocation} rounds every layer in turn, and streaming would read all files each time; choose "
-            "another, or load the model whole"
-        )
 
 
 @checked
@@ -69,7 +58,6 @@ def compress_on_disk(
         raise LyapunovPruneError("compress_on_disk takes a streamed model; give one of load_streamed, or use compress")
     require_whole(model)
     asked = checked(CompressionRequest)(**how)
-    require_streamed(asked.allocation)
     require_empty(target)
     packing = _packing(model, asked) if format == PACKED else None
     require_disk(target, packing.size(model) if packing else model_size(model).bytes, "the compressed files")

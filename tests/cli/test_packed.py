@@ -15,7 +15,6 @@ from packed_kernels import write_packed_checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lyapunov_prune.bounds.report import BoundsReport
-from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.models.size import stored_size
 
 TEXT = ("--tokens", "64", "--context", "8")
@@ -94,21 +93,6 @@ def test_a_packed_checkpoint_is_made_ranked_pruned_and_scored_a_layer_at_a_time(
     ):
         done = run(*command)
         assert done.code == 0, done.err
-
-
-def test_bits_by_layer_are_packed(run: Callable[..., Any]) -> None:
-    more = ("--bits", "4.5", "--allocation", "bits-kl")
-    done = run(*PACK, *more, *TEXT)
-    assert done.code == 0, done.err
-    allocation = CompressionReport.load("small/compression.json").allocation
-    widths = {int(bits) for bits in allocation.by_layer()}
-    assert len(widths) > 1
-    assert allocation.mean <= 4.5
-    assert AutoModelForCausalLM.from_pretrained("small").config.num_hidden_layers == 6
-    for command in ("check", "explain"):
-        done = run(command, "tiny", "small", *TEXT)
-        assert done.code == 0, done.err
-    assert run("eval", "small", "--against", "tiny", *TEXT).code == 0
 
 
 def test_the_matrices_of_a_gguf_file_are_checked(run: Callable[..., Any], reader: PreTrainedModel) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from helpers import COMMANDS, TEXT, Done
 
-from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.results.history import History
 
 LONGER = ["--tokens", "512", "--context", "64"]
@@ -91,17 +90,6 @@ def test_the_calibration_text_is_known_by_its_content(
     assert run("eval", model, *LONGER, "--text", where).code == 0
 
 
-def test_what_an_allocation_was_measured_on_was_seen(
-    text: str, run: Callable[..., Done], run_bad: Callable[..., str]
-) -> None:
-    rounded = ("compress", "--method", "rtn", "--bits", "4.5", "--allocation", "bits-kl")
-    run(*rounded, "tiny", "-o", "out", *LONGER, "--text", text)
-    assert CompressionReport.load("out/compression.json").calibration is None
-    assert "history, compress" in run_bad("eval", "out", *LONGER, "--text", turned(text))
-    assert f"Allocation: by tiny, float32 on cpu; 512 tokens of {text}" in Path("out/README.md").read_text()
-    assert run("eval", "out", *LONGER, "--text", text).code == 0
-
-
 def test_weights_alone_see_no_text(text: str, run: Callable[..., Done]) -> None:
     run(*COMPRESS, "tiny", "-o", "out")
     assert run("eval", "out", *LONGER, "--text", turned(text)).code == 0
@@ -115,10 +103,6 @@ def test_weights_alone_see_no_text(text: str, run: Callable[..., Done]) -> None:
         (["compress", "--method", "wanda", "--sparsity", "0.3"], ["prune", "--layers", "0"]),
         (PRUNE, ["prune", "--layers", "0"]),
         (PRUNE, ["prune", "--layers", "0", "--device", "disk"]),
-        (
-            ["compress", "--method", "rtn", "--bits", "4.5", "--allocation", "bits-kl"],
-            ["prune", "--layers", "0", "--device", "disk"],
-        ),
         (PRUNE, ["heal", "--steps", "1", "--teacher", "tiny"]),
     ],
     ids=lambda options: " ".join(options[::2]),

@@ -109,10 +109,6 @@ def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> No
             ["prune", "tiny", "--what", "width", "--remove", "25%", "--judge", "builtin", "-o", "out"],
             "--judge needs the model in memory",
         ),
-        (
-            ["compress", "tiny", "--method", "rtn", "--bits", "4.5", "--allocation", "bits-kl", "-o", "out"],
-            "bits-kl rounds every layer in turn",
-        ),
         (["profile", "model.gguf"], "is no safetensors file, and only those are streamed"),
     ],
 )

@@ -38,7 +38,7 @@ FAMILIES = ("llama", "gpt2")
     [
         (FAMILIES[(i + j) % 2], method, schedule)  # every method and every schedule meets both
         for (i, (method, known)), (j, schedule) in itertools.product(enumerate(METHODS.items()), enumerate(SCHEDULES))
-        if schedule == "uniform" or (SCHEDULES[schedule].unit == "bits") == (known.unit == "bits")
+        if schedule == "uniform" or known.unit != "bits"
     ],
 )
 def test_every_method_with_every_schedule(name: str, method: str, schedule: str, ids: torch.Tensor) -> None:
@@ -55,10 +55,7 @@ def test_every_method_with_every_schedule(name: str, method: str, schedule: str,
     assert set(projections) == {m.name for m in done.report.matrices}
     sizes = [m.rows * m.columns for m in done.report.matrices]
     mean, budget = np.average([m.amount for m in done.report.matrices], weights=sizes), next(iter(amount.values()))
-    if SCHEDULES[schedule].unit == "bits":  # whole layers leave a part of it
-        assert mean <= budget + 1e-9
-    else:
-        assert mean == pytest.approx(budget, rel=1e-9)
+    assert mean == pytest.approx(budget, rel=1e-9)
     for m in done.report.matrices:
         W = projections[m.name].weight(done.model)
         assert W.shape == (m.rows, m.columns)
@@ -68,8 +65,6 @@ def test_every_method_with_every_schedule(name: str, method: str, schedule: str,
         elif kind == "rank" and m.amount > 0:
             assert m.rank == rank_for((m.rows, m.columns), m.amount)
             assert int(torch.linalg.matrix_rank(W.double(), rtol=1e-5)) <= m.rank
-        elif kind == "bits" and m.amount == 16:
-            assert torch.equal(W, {p.name: p for p in find_projections(wrap(model))}[m.name].weight(model))
         elif kind == "bits":
             assert m.bits == m.amount
             # awq divides by a scale of each input, which leaves a row no fewer values.
@@ -140,7 +135,6 @@ def test_a_pattern_and_an_allocation_by_hand(ids: torch.Tensor, tmp_path: Path) 
         ({"method": "svd", "rank": 0}, "svd.*rank 0"),
         ({"method": "rtn", "bits": 4, "allocation": "atp"}, "atp .* bits"),
         ({"method": "svd", "rank": 4, "allocation": "atp"}, "atp .* rank"),
-        ({"method": "wanda", "sparsity": 0.5, "allocation": "bits-kl"}, "bits-kl .* sparsity"),
         ({"method": "wanda", "sparsity": 0.5, "allocation": "best"}, "unknown schedule 'best'"),
         (
             {"method": "wanda", "sparsity": 0.5, "allocation": "atp", "schedule_options": {"beta": "steep"}},
@@ -184,11 +178,6 @@ def test_the_parameters_of_a_schedule_reach_it(llama: PreTrainedModel, ids: torc
     np.testing.assert_array_equal(found.amount, allocate(llama, "atp", 0.5, beta=0.02).amount)
     with pytest.raises(LyapunovPruneError, match="leave out beta"):
         compress(llama, method="magnitude", allocation=found, schedule_options={"beta": 0.02})
-    bits = {"method": "rtn", "bits": 4.5, "allocation": "bits-kl"}
-    with pytest.raises(LyapunovPruneError, match=r"bits-kl.*cost"):
-        compress(llama, **bits)
-    with pytest.raises(LyapunovPruneError, match="calibrate"):
-        compress(llama, ids[:1], **bits)
 
 
 def test_a_matrix_of_one_row_stays_and_is_told_so() -> None:

@@ -181,10 +181,6 @@ def test_what_cannot_be_streamed_is_refused_before_anything_runs(
     stream: Any = stream_of(model)
     before, out = stream.passes, checkpoint.parent / "out"
     for how, message in (
-        (
-            {"method": "rtn", "bits": 4.5, "allocation": "bits-kl"},
-            "rounds every layer in turn, .* load the model whole",
-        ),
         ({"method": "wanda", "sparsity": 0.5, "bits": 4}, "sparsity and bits"),
         ({"method": "svd"}, "needs an amount"),
     ):

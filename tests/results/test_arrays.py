@@ -17,7 +17,6 @@ from helpers import LAYERS, as_batch, make_tiny
 from lyapunov_prune import LyapunovPruneError, PruningPlan, allocate, block_influence, compress, rank_layers
 from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.allocation.allocation import Matrices
-from lyapunov_prune.allocation.bit_widths import evenly
 from lyapunov_prune.predictions import skip_divergence
 from lyapunov_prune.profiles import sublayer_influence
 from lyapunov_prune.profiles.profile import profile_layers
@@ -36,7 +35,9 @@ RESULTS: dict[str, Result] = {
     "ranking": (_RANKING := rank_layers(_PROFILE.contraction, _PROFILE.influence)),
     "plan": _RANKING.plan(2),
     "allocation": allocate(_MODEL, "atp", 0.5),
-    "bits": evenly(Matrices.of(_MODEL), 4.0, (4, 8)),
+    "bits": Matrices.of(_MODEL).allocated(
+        "by hand", 4.0, np.full(len(Matrices.of(_MODEL).sizes), 4.0), {}, unit="bits"
+    ),
 }
 # A result, the way to a list in its file, and whether a number there may be missing (NaN), as documented.
 LISTS: list[tuple[str, tuple[str, ...], bool]] = [

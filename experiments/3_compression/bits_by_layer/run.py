@@ -15,14 +15,12 @@ from pathlib import Path
 import numpy as np
 
 import lyapunov_prune as lp
+from experiments.bits_kl import WIDTHS, RoundingCost, bits_kl, evenly, least_cost
 from experiments.common import Model, Other, run_command, texts
 from experiments.divergences import divergences, finals
 from experiments.schedules import log_amplification, log_rho
 from experiments.statements import ratio, short, table
-from lyapunov_prune.allocation.allocation import Allocation, Matrices
-from lyapunov_prune.allocation.bit_widths import DENSE, evenly, least_cost
-from lyapunov_prune.allocation.schedules.bits_kl import BitsKL
-from lyapunov_prune.compression.held_out import RoundingCost
+from lyapunov_prune.allocation.allocation import DENSE, Allocation, Matrices
 from lyapunov_prune.compression.methods.rtn import RoundToNearest
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
@@ -89,21 +87,21 @@ def main(
     dense = loaded.model
     profile = lp.measure_contraction(dense, calibration, seeds=range(2))
     cost = RoundingCost(read(loaded, calibration), RoundToNearest(GROUP), 1)
-    known = Known(cost(BitsKL.widths), cost)
+    known = Known(cost(WIDTHS), cost)
     reading = read(loaded, evaluation)
     states = list(finals(reading, dense))
     matrices = Matrices.of(dense)
     rows = []
     for budget in BUDGETS:
-        chosen = [lp.allocate(dense, "bits-kl", budget, cost=known), *by_weight(matrices, profile, budget)]
-        for allocation in (*chosen, evenly(matrices, budget, BitsKL.widths)):
+        chosen = [bits_kl(dense, budget, known), *by_weight(matrices, profile, budget)]
+        for allocation in (*chosen, evenly(matrices, budget, WIDTHS)):
             small = lp.compress(dense, method="rtn", allocation=allocation, group_size=GROUP).model
             widths = tuple(int(bits) for bits in allocation.by_layer())
             kl = divergences(reading, states, list(finals(reading, small)))
             del small  # or two copies of the model are there while the next is made
             rows.append(Shared(allocation.schedule, budget, allocation.mean, widths, kl))
             print(allocation.schedule, budget, allocation.mean, np.mean(kl), widths, flush=True)
-    found = BitsByLayer(tuple(rows), known.costs, BitsKL.widths, reading.measured_on(), known.measured_on)
+    found = BitsByLayer(tuple(rows), known.costs, WIDTHS, reading.measured_on(), known.measured_on)
     found.save(folder / "bits.json")
 
 
@@ -112,12 +110,12 @@ def by_weight(matrices: Matrices, profile: ContractionProfile, budget: float) ->
     ends = np.zeros(matrices.model.num_layers)
     ends[[0, -1]] = np.log(ENDS) / 2
     logs = {"bits-rho": log_rho(profile), "bits-amplification": log_amplification(profile), "bits-ends": ends}
-    noise = np.array([0.0 if bits == DENSE else 4.0**-bits for bits in BitsKL.widths])
+    noise = np.array([0.0 if bits == DENSE else 4.0**-bits for bits in WIDTHS])
     found = []
     for name, log in logs.items():
         cost = np.exp(2 * (log - log.max()))[:, None] * noise
         sizes = np.bincount(matrices.layers, matrices.sizes, len(cost))
-        width = least_cost(cost, np.array(BitsKL.widths), sizes, budget)
+        width = least_cost(cost, np.array(WIDTHS), sizes, budget)
         found.append(matrices.allocated(name, budget, width[matrices.layers].astype(np.float64), {}, unit="bits"))
     return found
 

@@ -9,7 +9,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:
     from lyapunov_prune.allocation.allocation import Matrices
-    from lyapunov_prune.allocation.schedule import Amounts, CostFunction
+    from lyapunov_prune.allocation.schedule import Amounts
 
 
 def steepest(budget: float, num_layers: int) -> float:
@@ -33,7 +33,7 @@ class ATP(Schedule):
     help = "sparsity in arithmetic progression, with the first layer densest"
     reference = "Huang et al., ICML 2025, arXiv:2502.14770"
 
-    def amounts(self, matrices: Matrices, budget: float, cost: CostFunction | None) -> Amounts:
+    def amounts(self, matrices: Matrices, budget: float) -> Amounts:
         from lyapunov_prune.allocation.fitting import shift
 
         L = matrices.model.num_layers

@@ -8,7 +8,7 @@ from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
 
 if TYPE_CHECKING:
     from lyapunov_prune.allocation.allocation import Matrices
-    from lyapunov_prune.allocation.schedule import Amounts, CostFunction
+    from lyapunov_prune.allocation.schedule import Amounts
 
 
 class Uniform(Schedule):
@@ -20,7 +20,7 @@ class Uniform(Schedule):
     help = "every matrix the same"
     reference = "control"
 
-    def amounts(self, matrices: Matrices, budget: float, cost: CostFunction | None) -> Amounts:
+    def amounts(self, matrices: Matrices, budget: float) -> Amounts:
         from lyapunov_prune.allocation.fitting import fit
 
         return fit(matrices.sizes > 0, matrices.sizes, budget, high=SPARSEST), {}

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lyapunov_prune.cli.inputs import chosen_allocation, format_for, load_inputs, reads_text, windows_at_once
+from lyapunov_prune.cli.inputs import chosen_allocation, format_for, load_inputs, windows_at_once
 from lyapunov_prune.cli.jobs import first_goes_on
 from lyapunov_prune.cli.options import (
     Allocation,
@@ -23,6 +23,7 @@ from lyapunov_prune.cli.options import (
 )
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import show
+from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.table import FORMATS, require_streamed_format
 
@@ -53,9 +54,9 @@ def compress(
     schedule = chosen_allocation(allocation)
     require_amount(method, share, None, bits, schedule)
     require_options(schedule, {})
-    reads = reads_text(method, schedule)
+    reads = METHODS[method].needs != "nothing"
     if not reads:
-        given.refuse_record(f"has no effect: {method} by {allocation} reads weights only; leave it out", TextOptions)
+        given.refuse_record(f"has no effect: {method} reads weights only; leave it out", TextOptions)
     format = format_for(output, format, given)
     stored = FORMATS.make(format)
     if inputs.disk:
@@ -65,12 +66,10 @@ def compress(
     from lyapunov_prune.compression.recipe import CompressionRequest
     from lyapunov_prune.compression.report import REPORT
     from lyapunov_prune.export.format import Finished
-    from lyapunov_prune.export.streamed import compress_on_disk, require_streamed
+    from lyapunov_prune.export.streamed import compress_on_disk
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_weights
 
-    if inputs.disk:
-        require_streamed(schedule)
     amount: dict[str, Any] = {"sparsity": share, "bits": bits, "pattern": keep_of}
     how: dict[str, Any] = {"method": method, "allocation": schedule, "group_size": group_size}
     how["symmetric"] = stored.symmetric

@@ -1,4 +1,4 @@
-"""What rounding costs the prediction on calibration windows."""
+"""Bits by layer, by the measured divergence of each layer rounded alone: a knapsack over layers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Protocol
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
-from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.bit_widths import DENSE
+from lyapunov_prune.allocation.allocation import DENSE, Allocation, Matrices
+from lyapunov_prune.allocation.knapsack import cheapest
 from lyapunov_prune.calibration.downstream import token_weights
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
@@ -20,10 +22,88 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.forward.replacement import replaced
+from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection, by_layer
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.results.result import MeasuredOn
+
+WIDTHS = (2, 3, 4, 8, DENSE)
+
+
+class Cost(Protocol):
+    """The cost of a bit width in one layer, and the text it is measured on."""
+
+    @property
+    def measured_on(self) -> MeasuredOn: ...
+
+    def __call__(self, widths: Sequence[int]) -> np.ndarray:
+        """The cost of every layer at each of `widths` bits, (L × widths) float64; smaller is better."""
+
+    def together(self, allocations: Sequence[Allocation]) -> list[float]:
+        """The cost of each of `allocations` as a whole, on text that was not used for the cost of single layers."""
+
+
+def bits_kl(model: PreTrainedModel, budget: float, cost: Cost) -> Allocation:
+    """One of `WIDTHS` bits for each layer at least total cost, with a mean over all weights of at most `budget`.
+
+    `min Σ_l cost(l, b_l)` subject to `Σ_l size_l b_l ≤ budget · Σ_l size_l` (Dong et al., NeurIPS 2020,
+    arXiv:1911.03852, with KL in place of curvature). The matrices of a layer share its width; 16 leaves it unchanged.
+    Scales are not counted. If uniform bits of the same budget diverge less on windows that gave no cost, they are taken
+    instead. Raises LyapunovPruneError for a budget below the narrowest width.
+    """
+    matrices, by_width = Matrices.of(model), cost(WIDTHS)
+    sizes = np.bincount(matrices.layers, matrices.sizes, len(by_width))
+    width = least_cost(by_width, np.array(WIDTHS), sizes, budget)
+    amount = width[matrices.layers].astype(np.float64)
+    known: dict[str, float | str] = {"widths": " ".join(map(str, WIDTHS)), "cost": picked(by_width, WIDTHS, width)}
+    even = evenly(matrices, budget, WIDTHS)
+    own, uniform = cost.together((matrices.allocated("bits-kl", budget, amount, known, unit="bits"), even))
+    told = {**known, "KL, used to choose": own, "KL of uniform bits, used to choose": uniform}
+    chosen = amount if own < uniform else even.amount
+    return matrices.allocated("bits-kl", budget, chosen, told, (cost.measured_on,), "bits")
+
+
+def evenly(matrices: Matrices, budget: float, widths: Sequence[int]) -> Allocation:
+    """Uniform bits: the widest of `widths` that all layers can have, and the next wider one for as many layers as fit.
+
+    The wider layers are spread evenly over the depth. Raises LyapunovPruneError for a budget below the narrowest width.
+    """
+    require_reached(budget, widths)
+    narrow = max(b for b in widths if b <= budget)
+    wider, layers = [b for b in widths if b > budget], matrices.model.num_layers
+    amount = np.full(len(matrices.layers), float(narrow))
+    for count in range(layers, 0, -1) if wider else ():
+        wide = [int((k + 0.5) * layers / count) for k in range(count)]
+        tried = np.where(np.isin(matrices.layers, wide), float(wider[0]), amount)
+        if np.average(tried, weights=matrices.sizes) <= budget:
+            amount = tried
+            break
+    return matrices.allocated("uniform", budget, amount, {}, unit="bits")
+
+
+def least_cost(cost: np.ndarray, widths: np.ndarray, sizes: np.ndarray, budget: float) -> np.ndarray:
+    """The width of every layer, (L,) int, with the least sum of `cost` (L × widths) and a mean of at most `budget`.
+
+    `sizes` (L,) are the numbers of weights of the layers; a layer without weights gets the narrowest width. Raises
+    LyapunovPruneError for costs that are not finite and for a budget that no widths meet.
+    """
+    require_numbers(cost, f"costs of {len(widths)} widths in each layer", "give wider widths, or other text")
+    require_reached(budget, widths)
+    return widths[cheapest(cost, sizes[:, None] * widths, budget * float(sizes.sum()))]
+
+
+def require_reached(budget: float, widths: Sequence[int] | np.ndarray) -> None:
+    """Raise LyapunovPruneError for a budget below the narrowest of `widths`."""
+    if not budget >= widths[0]:
+        raise LyapunovPruneError(
+            f"no layer is narrower than {widths[0]} bits, so their mean is not {budget:g}; give {widths[0]} or more"
+        )
+
+
+def picked(cost: np.ndarray, widths: tuple[int, ...], width: np.ndarray) -> float:
+    """The sum of `cost` (L × widths) at the `width` of every layer."""
+    return float(cost[np.arange(len(cost)), np.searchsorted(widths, width)].sum())
 
 
 def halves(batch: TokenBatch) -> tuple[TokenBatch, TokenBatch]:
@@ -39,7 +119,7 @@ def halves(batch: TokenBatch) -> tuple[TokenBatch, TokenBatch]:
 
 @dataclass(frozen=True, eq=False)
 class RoundingCost:
-    """The cost by which bits are distributed (`allocation.schedule.CostFunction`): what rounding one layer diverges by.
+    """The cost by which bits are distributed: what rounding one layer diverges by.
 
     Each forward begins at the rounded layer with its dense input, so that one width of all L layers costs about L / 2
     forwards of the layers, and L of the head. A method that needs statistics takes those of the dense model; the
