@@ -203,7 +203,8 @@ ARGUMENTS = {
     "check": ["tiny", "--bounds"],
     "sensitivity": ["tiny"],
 }
-ARGUMENTS |= {name: ["tiny", "-o", "out"] for name in ("prune", "compress", "heal", "joint", "shrink")} | {
+ARGUMENTS |= {name: ["tiny", "-o", "out"] for name in ("prune", "compress", "heal", "shrink")} | {
+    "joint": ["tiny", "--remove", "2", "-o", "out"],
     "hierarchy": ["tiny"],
     "explain": ["tiny", "tiny"],
 }
