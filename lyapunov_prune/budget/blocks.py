@@ -18,6 +18,7 @@ from lyapunov_prune.models.gguf import DESCRIPTION_KEY
 from lyapunov_prune.models.gguf_header import text
 from lyapunov_prune.models.gguf_tensors import BlockType
 from lyapunov_prune.results.result import MeasuredOn
+from lyapunov_prune.results.worth import Worth
 
 # All that llama.cpp runs from 2 to 16 bits. Types of fewer bits are beyond what second order predicts.
 KINDS = (
@@ -70,9 +71,9 @@ class Blocks(Storage):
             taken[kind.name] = taken.get(kind.name, 0) + self.size_in(kind, matrices[name].shape)
         pieces = rounded_pieces(decoder, "f16", {name: BlockType(*how) for name, how in chosen.items()})
 
-        def write(saw: Sequence[MeasuredOn], told: str) -> int:
+        def write(saw: Sequence[MeasuredOn], worth: Worth) -> int:
             values = header_values(decoder, tokenizer, max(taken, key=taken.__getitem__), "shrink", *saw)
-            values[DESCRIPTION_KEY] = text(told)
+            values[DESCRIPTION_KEY] = text(worth.told())
             return write_rounded(decoder, tokenizer, target, values, *pieces).size
 
         return Rounded(pieces[0], write)

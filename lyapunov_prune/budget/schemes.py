@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.budget.storage import Chosen, Rounded, Storage
-from lyapunov_prune.checkpoints.cards import as_text, write_card
+from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.compression.grids import Grid, fitted
 from lyapunov_prune.errors import require_extra
 from lyapunov_prune.export.packed import LOADING, Packing, Scheme, packed_folder, require_packable
@@ -32,6 +32,7 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.results.files import require_disk
 from lyapunov_prune.results.history import HISTORY, history_with
 from lyapunov_prune.results.result import MeasuredOn
+from lyapunov_prune.results.worth import Worth
 
 # What vLLM has kernels for, as transformers loads it. A scale a row is for rows that no group divides.
 SCHEMES = (Scheme(4), Scheme(4, 128), Scheme(4, 64), Scheme(4, 32), Scheme(8), Scheme(8, 32))
@@ -97,15 +98,15 @@ class Schemes(Storage):
                 packing.put(name.removesuffix(".weight"), grid)
                 tensors[name].data = grid.values().to(tensors[name].dtype)
 
-        def write(saw: Sequence[MeasuredOn], told: str) -> int:
+        def write(saw: Sequence[MeasuredOn], worth: Worth) -> int:
             for tensor in filter(self._narrows, tensors.values()):
                 tensor.data = tensor.data.to(self._dtype)
             size = packing.size(small.model)
             require_disk(Path(target).parent, size, "the tensors of the model")
             with packed_folder(small.model, tokenizer, target, packing) as folder:
                 history_with("shrink", saw, decoder.model).save(folder / HISTORY)
-                title, about = f"{Path(model_name(decoder.model)).name}, rounded", f"{_ABOUT}\n\n{as_text(told)}"
-                write_card(folder, title, about, small.model, LOADING)
+                title = f"{Path(model_name(decoder.model)).name}, rounded"
+                write_card(folder, title, _ABOUT, small.model, LOADING, worth=worth)
             return size
 
         return Rounded(small, write)

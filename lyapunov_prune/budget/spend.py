@@ -39,7 +39,7 @@ from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.predictions.divergence import kl_by_window
 from lyapunov_prune.progress import is_main, track
 from lyapunov_prune.results.files import require_empty
-from lyapunov_prune.results.worth import Ratio
+from lyapunov_prune.results.worth import Ratio, Worth
 
 _OFF = 0.15  # a prediction that differs by a larger share from what is measured is not right
 _TRIED = (8.5, 6.5, 5.5, 4.5, 4.0, 3.5, 3.0)  # bits a weight, where no size is asked for
@@ -100,7 +100,8 @@ def spend(
             made = min(made, make(measured, room), key=lambda each: each.kl.mean())
     kl, loss = kl_by_window(judged, read(made.rounded.decoder, judge))
     saw = reading.measured_on(seed), decides.measured_on()
-    written = made.rounded.write(saw, ratio_of(loss).on(judge.text, judge.tokens)) if is_main() else 0
+    worth = Worth(None, ratio_of(loss), f"{judge.text} ({judge.split})", judge.tokens)
+    written = made.rounded.write(saw, worth) if is_main() else 0
     return Spent(
         wanted=size,
         names=tuple(t.name for t in made.found),

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.results.result import MeasuredOn
+from lyapunov_prune.results.worth import Worth
 
 Chosen = Mapping[str, tuple[Any, np.ndarray]]  # by matrix: its type, and the importance of its columns
 
@@ -22,11 +23,11 @@ Chosen = Mapping[str, tuple[Any, np.ndarray]]  # by matrix: its type, and the im
 class Rounded:
     """A copy of a model with its matrices rounded. `write` writes it, once, and returns the bytes of its tensors.
 
-    It is given the texts that choices saw, and what to say of the result.
+    It is given the texts that choices saw, and what the result is worth.
     """
 
     decoder: Decoder
-    write: Callable[[Sequence[MeasuredOn], str], int]
+    write: Callable[[Sequence[MeasuredOn], Worth], int]
 
 
 class Storage(ABC):

@@ -22,6 +22,7 @@ from lyapunov_prune.models.gguf import BUILTIN_CARD
 from lyapunov_prune.models.left_out import left_out
 from lyapunov_prune.models.names import HUB_ID
 from lyapunov_prune.models.pictures import looks_at_images
+from lyapunov_prune.models.quantised import stored_quantisation
 from lyapunov_prune.models.size import Size, model_size
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.results.worth import Worth
@@ -29,6 +30,9 @@ from lyapunov_prune.results.worth import Worth
 CARD = "README.md"
 _OWN_TAG = "lyapunov-prune"
 _LICENCE = ("license", "license_name", "license_link")
+_LLAMA_CPP = """lyapunov-prune export path/to/this/folder -o model.gguf  # of the families that llama.cpp knows
+llama-cli -m model.gguf
+echo "FROM ./model.gguf" > Modelfile && ollama create my-model -f Modelfile"""
 _MODULE_IS_RUN = f"""This runs `{MODULE}`, which lies in this folder and imports torch and transformers alone: read it
 first. lyapunov-prune needs no flag. It runs its own copy of that module, and no code from a folder. Engines that bring
 their own model code, such as llama.cpp, do not know these layers and cannot load this checkpoint."""
@@ -90,27 +94,19 @@ def _sized(folder: Path, model: PreTrainedModel) -> str:
 
 def _measured(worth: Worth) -> str:
     speed = f"\n\n{as_text(worth.speed)}." if worth.speed else ""
-    return (
-        f"## Measured\n\nPerplexity {worth.perplexity:.4g} on {worth.tokens:,} tokens of {as_text(worth.text)}. "
-        f"P{worth.ratio.told()[1:]} of the dense model's. {worth.ratio.means()}{speed}\n\n"
-    )
+    own = "" if worth.perplexity is None else f"; {worth.perplexity:.4g} on its own"
+    return f"## Measured\n\n{as_text(worth.told().rstrip('.'))}{own}. {worth.ratio.means()}{speed}\n\n"
 
 
 def _run(folder: Path) -> str:
-    """The lines that run the text model in `folder`, a plain checkpoint."""
+    """The lines that run the text model in `folder`, a plain or packed checkpoint; empty if there are none."""
     served = (folder / "config.json").is_file() and not any(
         "vLLM" in row.engine for row, _ in short_cuts_of(str(folder))
     )
-    vllm = "vllm serve path/to/this/folder\n\n" if served else ""
-    return f"""## Run
-
-```
-{vllm}lyapunov-prune export path/to/this/folder -o model.gguf  # of the families that llama.cpp knows
-llama-cli -m model.gguf
-echo "FROM ./model.gguf" > Modelfile && ollama create my-model -f Modelfile
-```
-
-"""
+    ways = ["vllm serve path/to/this/folder"] if served else []
+    ways += [_LLAMA_CPP] if stored_quantisation(folder) is None else []
+    lines = "\n\n".join(ways)
+    return f"## Run\n\n```\n{lines}\n```\n\n" if ways else ""
 
 
 def as_text(line: str) -> str:
@@ -145,7 +141,7 @@ def _results(worth: Worth) -> list[EvalResult]:
     return [
         EvalResult("text-generation", text, text, "perplexity", round(value, 6), metric_name=name)
         for name, value in told.items()
-        if math.isfinite(value)  # the hub's JSON has no others
+        if value is not None and math.isfinite(value)  # the hub's JSON has no others
     ]
 
 

@@ -214,7 +214,7 @@ def _written(
     """Write `target`, put the file through its own checks and the given ones, and record their results in it."""
     header, kept = original.header, original.kept
     values = values_without(header, kept) | {HISTORY_KEY: text(as_json(history))}
-    values |= {} if worth is None else {DESCRIPTION_KEY: text(worth.ratio.on(worth.text, worth.tokens))}
+    values |= {} if worth is None else {DESCRIPTION_KEY: text(worth.told())}
     values.pop(PROVENANCE_KEY, None)
     if draft is not None:  # filled in after the checks
         values[PROVENANCE_KEY] = text(" " * (len(as_json(draft)) + _ROOM))

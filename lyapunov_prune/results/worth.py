@@ -27,10 +27,6 @@ class Ratio(NamedTuple):
     def told(self) -> str:
         return f"perplexity × {self.value:.4g} ({between(self.low, self.high, 4)})"
 
-    def on(self, text: str, tokens: int) -> str:
-        """A sentence for the description of a file."""
-        return printable(f"P{self.told()[1:]} of the dense model's, on {tokens:,} tokens of {text}.")
-
     def means(self) -> str:
         """What the interval means, judged by its upper end."""
         if math.isnan(self.high):
@@ -48,10 +44,17 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Worth:
-    """For a model card: `perplexity` on `tokens` of `text`, its `ratio` to the dense model's, and a line on `speed`."""
+    """For a card or a header: `perplexity` on `tokens` of `text`, its `ratio` to the dense one, and a line on `speed`.
 
-    perplexity: float
+    `perplexity` is None where only the ratio was measured.
+    """
+
+    perplexity: float | None
     ratio: Ratio
     text: str
     tokens: int
     speed: str = ""
+
+    def told(self) -> str:
+        """The ratio in a sentence."""
+        return printable(f"P{self.ratio.told()[1:]} of the dense model's, on {self.tokens:,} tokens of {self.text}.")

@@ -61,6 +61,9 @@ def test_a_folder_of_the_size_loads_and_costs_what_is_predicted(
         layers = [{of.get(f"model.layers.{i}.{part}.{n}") for n in names} for i in range(6) for part in _PARTS]
         assert all(len(schemes) == 1 for schemes in layers)
     assert [on.text for step in read_history(target).steps for on in step.saw] == ["a", "for c"]
+    card = (target / "README.md").read_text(encoding="utf-8")
+    assert found.against_dense().told()[1:] in card
+    assert "model-index:" in card
     assert found.frontier.types == ("int4 in groups of 128", "int4 in groups of 32", "int8")
     assert (found.frontier.best <= found.frontier.alike * (1 + 1e-9)).all()
 

@@ -179,6 +179,7 @@ def test_the_folder_says_what_it_is_and_how_large(tokenizer: PreTrainedTokenizer
     assert "rtn, symmetric" in card
     assert f"{report.packed.bytes / report.packed.dense_bytes:.3f} of the" in card
     assert "pip install compressed-tensors" in card
+    assert ("vllm serve" in card, "llama-cli" in card) == (True, False)  # no GGUF file is made of packed weights
     assert "dense matrices" not in card
     steps = read_history(tmp_path / "small").steps
     assert [step.kind for step in steps] == ["compress"]
