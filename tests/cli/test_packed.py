@@ -15,6 +15,7 @@ from packed_kernels import write_packed_checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lyapunov_prune.bounds.report import BoundsReport
+from lyapunov_prune.budget.spent import Spent
 from lyapunov_prune.models.size import stored_size
 
 TEXT = ("--tokens", "64", "--context", "8")
@@ -45,6 +46,20 @@ def test_a_packed_checkpoint_is_smaller_and_is_measured(run: Callable[..., Any],
     assert "no memory is saved" not in done.out  # as it was said of every packed folder
     assert run("profile", "small", "-o", "run", *TEXT).code == 0
     assert run("rank", "small", "--criterion", "bi", "-o", "run2", *TEXT).code == 0
+
+
+def test_a_folder_of_a_size_says_how_to_run_it(run: Callable[..., Any], run_bad: Callable[..., str]) -> None:
+    sized = ("shrink", "tiny", "--size", "13bpw", "--tokens", "384", "--context", "32", "-o", "small")
+    done = run(*sized)
+    assert done.code == 0, done.err
+    assert "Run it: vllm serve small" in done.out
+    spent, size = Spent.load("small/size.json"), stored_size("small")
+    assert size is not None
+    assert spent.bits <= 13
+    assert 0 < size.bytes - spent.size < 160 * 3 * len(spent.names) + 8192  # the header
+    assert f"Written: small ({size.told()})" in done.out
+    assert run("eval", "small", "--against", "tiny", *TEXT).code == 0
+    assert "not empty" in run_bad(*sized)
 
 
 def test_weights_that_stay_packed_are_measured_and_never_changed(
