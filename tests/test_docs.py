@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import typer
-from helpers import TEXT, VOCABULARY, Done, make_tiny, write_gguf
+from helpers import TEXT, VOCABULARY, Done, make_tiny, time_briefly, write_gguf
 from transformers import PreTrainedModel
 
 import lyapunov_prune
@@ -312,6 +312,8 @@ def test_the_examples_run_as_written(
     request.getfixturevalue(model)
     # The tiny model writes all windows at once: how many go together changes rounding alone.
     monkeypatch.setattr(own_text, "self_generated", functools.partial(own_text.self_generated, batch_size=100))
+    monkeypatch.setattr("lyapunov_prune.shrinking.healing.STEPS", 2)
+    time_briefly(monkeypatch)
     text = PAGES[page].partition(f"{section}\n")[2].partition(f"\n{section.split()[0]} ")[0]
     blocks = [block for block in FENCE.findall(text) if block.startswith("```\n")]
     commands = re.findall(r"^lyapunov-prune (.+)", "\n".join(blocks), re.MULTILINE)
