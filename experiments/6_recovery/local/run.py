@@ -70,6 +70,9 @@ def main(
 
     student = cut()
     told(student)("cut", 0, 0.0)
+    began = time.process_time()
+    mended = read(lp.wrap(lp.mend(dense, removed, learnt.batch)), learnt.batch)
+    told(mended)("mended", 0, time.process_time() - began)
     distilled(student, learnt, 0, "distilled", told(student))
     student = cut()
     distilled(student, learnt, first, "distilled from the first gap on", told(student))
