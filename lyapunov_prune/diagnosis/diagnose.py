@@ -220,10 +220,8 @@ def _case(sides: Sides, place: TensorPlace, found: Compared) -> Case:
     """The part of the matrix that is off: the smallest outside of which it is honest, or all of it."""
     fitting = _fitting(found)
     W, V = (tensor.reshape(len(tensor), -1) for tensor in sides.pair(place))
-    chosen: dict[str, np.ndarray | None] = {"rows": None, "columns": None, "blocks": None}
-    if fitting:
-        chosen |= min(fitting, key=lambda part: part[0])[2]
-    return Case(sides, place, found, part_of(W, **chosen), part_of(V, **chosen), **chosen)
+    parts = min(fitting, key=lambda part: part[0])[2] if fitting else {}
+    return Case(sides, place, found, part_of(W, parts), part_of(V, parts), parts)
 
 
 def _odd(case: Case, usual: float, typical: float) -> bool:
@@ -315,26 +313,21 @@ def _moved(sides: Sides, told: Sequence[_Told]) -> list[_Told]:
         back = other is not None and other.source == (sides.dense_name(each.place), each.place.expert)
         layer, mine = sides.dense.structure.layer_of(name), each.place.own
         same_role = unnumbered(name) == unnumbered(sides.dense_name(each.place))
+        elsewhere = same_role and layer is not None and mine is not None and layer != mine
         if sides.dense_name(each.place) == head and name == f"{names[id(embedding)]}.weight":
             each = replace(each, kind="head", phrase="{is} the embedding; DENSE has a head of its own")
-        elif back and same_role and layer != mine and layer is not None and mine is not None:
-            a, b = sorted((layer, mine))
-            each = replace(each, kind="exchanged", phrase=f"{{is}} exchanged between layers {a} and {b}")
-        elif back and same_role and expert is not None and each.place.expert is not None:
-            a, b = sorted((expert, each.place.expert))
-            phrase = f"{{is}} exchanged between experts {a} and {b}"
-            each = replace(each, kind="exchanged", phrase=phrase, group=(str(mine),))
         elif back:
-            group = tuple(sorted((unnumbered(name), unnumbered(each.place.name))))
-            each = replace(each, kind="exchanged", phrase="{is} exchanged", group=group)
-        elif same_role and layer is not None and mine is not None and layer != mine:
-            which = f"{layer - mine:+d}".replace("-", "−")
-            each = replace(
-                each,
-                kind="offset",
-                phrase=f"{{is}} off by {abs(layer - mine)} layer"
-                f"{'s' * (abs(layer - mine) > 1)}: layer i of FILE holds layer i {which[0]} {which[1:]} of DENSE",
-            )
+            what, pair = ("layers", (layer, mine)) if elsewhere else ("experts", (expert, each.place.expert))
+            between, group = "", tuple(sorted((unnumbered(name), unnumbered(each.place.name))))
+            if same_role and len({*pair} - {None}) == 2:
+                first, second = sorted(number for number in pair if number is not None)
+                between, group = f" between {what} {first} and {second}", () if elsewhere else (str(mine),)
+            each = replace(each, kind="exchanged", phrase=f"{{is}} exchanged{between}", group=group)
+        elif elsewhere:
+            ahead = (layer or 0) - (mine or 0)
+            by = f"{abs(ahead)} layer{'s' * (abs(ahead) > 1)}"
+            where = f"layer i of FILE holds layer i {'+' if ahead > 0 else '−'} {abs(ahead)} of DENSE"
+            each = replace(each, kind="offset", phrase=f"{{is}} off by {by}: {where}")
         result.append(each)
     return result
 

@@ -7,7 +7,7 @@ but by chance, and none was seen (docs/diagnosis.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,8 +44,8 @@ class Match:
 class Case:
     """The part of a matrix that is off: dense W and file V, (rows, columns) float32, with a vector as one column.
 
-    `rows` and `columns` number that part in the whole matrix, all of it if None. `blocks` says that W and V hold
-    single blocks of 32 numbers, one a row.
+    `parts` holds the numbers of the `rows` or `columns` of that part in the whole matrix, or (row, block) of single
+    `blocks` of 32 numbers, which are then one a row of W and V; it is empty if the case is the whole.
     """
 
     sides: Sides
@@ -53,9 +53,19 @@ class Case:
     found: Compared
     W: torch.Tensor
     V: torch.Tensor
-    rows: np.ndarray | None = None
-    columns: np.ndarray | None = None
-    blocks: np.ndarray | None = None
+    parts: Mapping[str, np.ndarray]
+
+    @property
+    def rows(self) -> np.ndarray | None:
+        return self.parts.get("rows")
+
+    @property
+    def columns(self) -> np.ndarray | None:
+        return self.parts.get("columns")
+
+    @property
+    def blocks(self) -> np.ndarray | None:
+        return self.parts.get("blocks")
 
     @cached_property
     def size(self) -> float:
@@ -76,7 +86,7 @@ class Case:
 
     @property
     def whole(self) -> bool:
-        return self.rows is None and self.columns is None and self.blocks is None
+        return not self.parts
 
     def left(self, X: torch.Tensor) -> float:
         """What `X` leaves unexplained, ‖V − X‖ / ‖W‖."""
@@ -92,24 +102,20 @@ class Case:
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """The part of another matrix of this shape that lies where this case does."""
-        return part_of(whole, self.rows, self.columns, self.blocks)
+        return part_of(whole, self.parts)
 
-    def whole_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.sides.pair(self.place)
+    def match(self, kind: str, phrase: str, X: torch.Tensor) -> Match | None:
+        """The match of a change that makes X of W; None if it does not fit."""
+        left = self.left(X)
+        return Match(kind, phrase, left) if self.fits(left) else None
 
-    def match(self, kind: str, phrase: str, X: torch.Tensor, source: tuple[str, int | None] | None = None) -> Match:
-        return Match(kind, phrase, self.left(X), source)
 
-
-def part_of(
-    whole: torch.Tensor, rows: np.ndarray | None, columns: np.ndarray | None, blocks: np.ndarray | None
-) -> torch.Tensor:
-    """These rows, columns or blocks of a matrix, of which a vector is one column."""
+def part_of(whole: torch.Tensor, parts: Mapping[str, np.ndarray]) -> torch.Tensor:
+    """These rows, columns or blocks of a matrix, of which a vector is one column; all of it if there are none."""
     whole = whole.reshape(len(whole), -1)
-    if blocks is not None:
-        return whole.reshape(len(whole), -1, BLOCK)[blocks[:, 0], blocks[:, 1]]
-    whole = whole if rows is None else whole[rows]
-    return whole if columns is None else whole[:, columns]
+    if "blocks" in parts:
+        return whole.reshape(len(whole), -1, BLOCK)[tuple(parts["blocks"].T)]
+    return whole[parts.get("rows", slice(None))][:, parts.get("columns", slice(None))]
 
 
 def constant(case: Case) -> Match | None:
@@ -164,7 +170,7 @@ def shift(case: Case) -> Match | None:
     if (by_group := zero_points(case)) is not None and by_group.left < 0.92 * left:
         return by_group
     c = float(round(c)) if abs(c - round(c)) < 5e-3 and round(c) else c
-    return case.match("shift", f"{{is}} that of DENSE {'plus' if c > 0 else 'minus'} {abs(c):.3f}", case.W + c)
+    return Match("shift", f"{{is}} that of DENSE {'plus' if c > 0 else 'minus'} {abs(c):.3f}", left)
 
 
 def scale(case: Case) -> Match | None:
@@ -213,12 +219,12 @@ def transposed(case: Case) -> Match | None:
     if not case.whole or case.vector or min(case.W.shape) < 2:
         return None
     m, n = case.W.shape
-    if case.fits(case.left(X := case.W.T.reshape(m, n))):
-        return case.match("transposed", "{is} transposed", X)
-    for k in (k for k in (2, 4, 8) if n % k == 0):
-        if case.fits(case.left(X := case.W.view(m, k, -1).transpose(0, 1).reshape(m, n))):
-            return case.match("transposed", f"{{holds}} its {k} parts joined at the wrong axis", X)
-    return None
+    made = [("{is} transposed", case.W.T)] + [
+        (f"{{holds}} its {k} parts joined at the wrong axis", case.W.view(m, k, -1).transpose(0, 1))
+        for k in (2, 4, 8)
+        if n % k == 0
+    ]
+    return next(filter(None, (case.match("transposed", said, X.reshape(m, n)) for said, X in made)), None)
 
 
 def other_type(case: Case) -> Match | None:
@@ -226,13 +232,11 @@ def other_type(case: Case) -> Match | None:
 
     Statistic: what the dense numbers read so leave of V. Threshold: `Case.fits`.
     """
-    for said, X in (
+    made = (
         ("bfloat16 read as float16", case.W.bfloat16().view(torch.float16)),
         ("float16 read as bfloat16", case.W.half().view(torch.bfloat16)),
-    ):
-        if case.fits(case.left(X.float())):
-            return case.match("type", f"{{holds}} bytes of {said}", X.float())
-    return None
+    )
+    return next(filter(None, (case.match("type", f"{{holds}} bytes of {said}", X.float()) for said, X in made)), None)
 
 
 def other_tensor(case: Case) -> Match | None:
@@ -241,21 +245,17 @@ def other_tensor(case: Case) -> Match | None:
     Statistic: the least that a tensor of the same shape leaves. Threshold: `Case.fits`. Of a streamed model only the
     tensors of the same layer are tried.
     """
-    best: tuple[float, str, int | None, torch.Tensor] | None = None
+    best: tuple[float, tuple[str, int | None]] | None = None
     own = case.sides.dense_name(case.place)
     whole = tuple(tensor_of(case.sides.dense, own).shape)
     for name in case.sides.alike.get(whole, ()):
         for expert in range(whole[0]) if len(whole) == 3 else (None,):
             if (name, expert) == (own, case.place.expert) or case.sides.away(name):
                 continue
-            X = case.part(read(case.sides.dense, name, expert))
-            left = case.left(X)
+            left = case.left(case.part(read(case.sides.dense, name, expert)))
             if best is None or left < best[0]:
-                best = left, name, expert, X
-    if best is None or not case.fits(best[0]):
-        return None
-    left, name, expert, X = best
-    return case.match("other tensor", "{is} that of", X, (name, expert))
+                best = left, (name, expert)
+    return Match("other tensor", "{is} that of", *best) if best is not None and case.fits(best[0]) else None
 
 
 def permuted_rows(case: Case) -> Match | None:
@@ -281,7 +281,7 @@ def _permuted(case: Case, axis: int) -> Match | None:
         return None
     if case.vector:
         return _permuted_vector(case) if axis == 0 else None
-    W, V = case.whole_pair()
+    W, V = case.sides.pair(case.place)
     if axis:
         W, V = W.T, V.T
     if len(W) < 2 or W.shape[1] < 8:
@@ -364,8 +364,6 @@ def _order(case: Case, at: np.ndarray, order: np.ndarray, count: int, what: str)
         if 2 * by == count:
             return f"{{has}} the two halves of its {what} exchanged"
         return f"{{has}} its {what} shifted by {by if by <= count // 2 else count - by}"
-    if np.mean(order == (at ^ 1)) > 0.9:
-        return f"{{has}} neighbouring {what} exchanged"
     for unit in (count // k for k in range(2, count // 2) if count % k == 0):
         if np.mean(order % unit == at % unit) > 0.95 and _blocks_move(at // unit, order // unit):
             numbers = sorted(set((at // unit).tolist()))
@@ -441,7 +439,7 @@ def clipped(case: Case) -> Match | None:
     if max(-low, high) > CLIP * float(case.W.abs().max()):
         return None
     X = case.W.clamp(low, high) if low < high else case.W
-    if not 1e-3 <= float((X != case.W).float().mean()) < 0.5 or not case.fits(case.left(X)):  # ternary: more
+    if not 1e-3 <= float((X != case.W).float().mean()) < 0.5:  # ternary: more
         return None
     return case.match("saturated", f"{{is}} cut off at {low:.3g} and {high:.3g}", X)
 
@@ -468,8 +466,9 @@ def code_table(case: Case) -> Match | None:
             X = (top * means[bins]).view_as(case.W)
             coarse = _means(v / top, w / top, 16)[1]
             falls = bool((coarse.diff() < -0.1 * (coarse.max() - coarse.min())).any())
-            if falls and case.fits(case.left(X)):
-                return case.match("codes", "{has} its integers read by another table of values, or by another sign", X)
+            said = "{has} its integers read by another table of values, or by another sign"
+            if falls and (match := case.match("codes", said, X)):
+                return match
     return None
 
 

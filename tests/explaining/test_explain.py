@@ -384,6 +384,17 @@ def test_layers_that_need_more_than_a_state_are_refused(
         explain(llama, perturbed(llama), ids)
 
 
+def test_what_the_next_command_can_gain_is_told(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    found = replace(explain(llama, perturbed(llama), ids), file_size=1000, diagnosis=None)
+    alone = np.where(np.arange(8) % 2, 0.01, 0.04)
+    uneven = replace(found, kl_only=alone)
+    assert any(f"{0.02 / 0.025:.0%} of the KL" in line for line in uneven.answer())
+    assert not replace(uneven, by_size=True)._expected()
+    pruned = explain(llama, lp.remove_layers(llama, [2, 4]), ids, kept=(0, 1, 3, 5))
+    best = max(pruned.gain[[3, 5]]) / pruned.kl
+    assert any(f"{best:.0%} goes with removed layer" in line for line in pruned.answer())
+
+
 def test_the_result_saves_loads_and_draws(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
     found = explain(llama, perturbed(llama), ids)
     again = Explanation.load(found.save(tmp_path / "explanation.json"))
