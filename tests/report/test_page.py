@@ -292,7 +292,8 @@ def healing(losses: np.ndarray, judged: list[float], held_out: HeldOut | None = 
         Round(Stretch("start" if k == 0 else "here", k == 0, 1e-3, steps), np.full(4, value))
         for k, value in enumerate(judged)
     )
-    return replace(MADE_UP[Healing], losses=losses, rounds=rounds, judged=np.full(4, 2.5), held_out=held_out)
+    given = {"losses": losses, "rounds": rounds, "judged": np.full(4, 2.5), "held_out": held_out}
+    return replace(MADE_UP[Healing], decision=None, **given)
 
 
 def test_healing_says_what_came_back() -> None:
