@@ -120,22 +120,16 @@ def test_a_branch_that_ends_in_a_norm_with_a_bias_is_refused() -> None:
         layer.post_attention_layernorm = torch.nn.LayerNorm(32)
     torch.nn.init.ones_(model.model.layers[1].post_attention_layernorm.bias)
     without_branches(model, mlp=(1,))
-    with pytest.raises(LyapunovPruneError, match="attention of layer 1"):
+    with pytest.raises(LyapunovPruneError):
         without_branches(model, attention=(1,))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "message"),
-    [
-        ("bloom", "mlp of layer 1"),
-        ("bert", r"3 parts .*\(attention, intermediate, output\)"),
-    ],
-)
-def test_families_whose_branches_cannot_be_told_apart_are_refused(model_type: str, message: str) -> None:
+@pytest.mark.parametrize("model_type", ["bloom", "bert"])
+def test_families_whose_branches_cannot_be_told_apart_are_refused(model_type: str) -> None:
     """BLOOM adds the residual stream inside its branches, BERT's MLP is two modules with a norm between."""
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
     config = AutoConfig.for_model(model_type, **sizes, is_decoder=True)
-    with pytest.raises(LyapunovPruneError, match=message):
+    with pytest.raises(LyapunovPruneError):
         without_branches(AutoModelForCausalLM.from_config(config).eval(), mlp=(1,))
 
 
@@ -171,7 +165,7 @@ def test_layers_of_one_branch_have_one_score(ids: torch.Tensor) -> None:
         rank_sublayers(scores, "attention").plan(3)
     for criterion in ("kl", "from-end", "random"):
         assert rank(model, ids, criterion=criterion, what="attention").plan(2).gone == PartsGone((), (0, 2))
-    with pytest.raises(LyapunovPruneError, match="one branch, mixer"):
+    with pytest.raises(LyapunovPruneError, match="layer 0"):
         without_branches(model, mlp=(0,))
 
 
