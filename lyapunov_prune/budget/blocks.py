@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.budget.fisher import matrices_of
-from lyapunov_prune.budget.storage import Chosen, Rounded, Storage
+from lyapunov_prune.budget.storage import Chosen, RoundedModel, Storage
 from lyapunov_prune.export.gguf_whole import header_values, rounded_pieces, write_rounded
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.ggml import Kind, bits_of, dequantised, fits, quantised
@@ -64,7 +64,7 @@ class Blocks(Storage):
 
     def made(
         self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, target: str | Path, chosen: Chosen
-    ) -> Rounded:
+    ) -> RoundedModel:
         matrices = matrices_of(decoder.model)
         taken: dict[str, int] = {}
         for name, (kind, _) in chosen.items():
@@ -76,7 +76,7 @@ class Blocks(Storage):
             values[DESCRIPTION_KEY] = text(worth.told())
             return write_rounded(decoder, tokenizer, target, values, *pieces).size
 
-        return Rounded(pieces[0], write)
+        return RoundedModel(pieces[0], write)
 
 
 BLOCKS = Blocks()

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.budget.fisher import matrices_of
-from lyapunov_prune.budget.storage import Chosen, Rounded, Storage
+from lyapunov_prune.budget.storage import Chosen, RoundedModel, Storage
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.compression.grids import Grid, fitted
 from lyapunov_prune.errors import require_extra
@@ -86,7 +86,7 @@ class Schemes(Storage):
 
     def made(
         self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, target: str | Path, chosen: Chosen
-    ) -> Rounded:
+    ) -> RoundedModel:
         small = wrap_any(copy.deepcopy(decoder.model))
         tensors = dict(saved_tensors(small.model))
         for tensor in filter(self._narrows, tensors.values()):
@@ -109,7 +109,7 @@ class Schemes(Storage):
                 write_card(folder, title, _ABOUT, small.model, LOADING, worth=worth)
             return size
 
-        return Rounded(small, write)
+        return RoundedModel(small, write)
 
     def _narrows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is written in fewer bits than it has in memory."""

@@ -22,7 +22,7 @@ from lyapunov_prune.budget.measured import corrected
 from lyapunov_prune.budget.schemes import Schemes
 from lyapunov_prune.budget.size import bytes_for
 from lyapunov_prune.budget.spent import Frontier, Spent
-from lyapunov_prune.budget.storage import Rounded, Storage
+from lyapunov_prune.budget.storage import RoundedModel, Storage
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.judging import compare, require_windows
@@ -137,7 +137,7 @@ class _Made:
 
     found: list[TensorCost]
     pick: np.ndarray
-    rounded: Rounded
+    rounded: RoundedModel
     kl: np.ndarray
     loss: np.ndarray
 

@@ -20,7 +20,7 @@ Chosen = Mapping[str, tuple[Any, np.ndarray]]  # by matrix: its type, and the im
 
 
 @dataclass(frozen=True)
-class Rounded:
+class RoundedModel:
     """A copy of a model with its matrices rounded. `write` writes it, once, and returns the bytes of its tensors.
 
     It is given the texts that choices saw, and what the result is worth.
@@ -65,5 +65,5 @@ class Storage(ABC):
     @abstractmethod
     def made(
         self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, target: str | Path, chosen: Chosen
-    ) -> Rounded:
+    ) -> RoundedModel:
         """The model with the matrices `chosen` rounded, to be written to `target`."""
