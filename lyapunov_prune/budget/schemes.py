@@ -18,11 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.budget.storage import Chosen, RoundedModel, Storage
 from lyapunov_prune.checkpoints.cards import write_card
-from lyapunov_prune.compression.grids import Grid, fitted
+from lyapunov_prune.compression.grids import Grid, fitted, gridded
 from lyapunov_prune.errors import require_extra
 from lyapunov_prune.export.packed import LOADING, Packing, Scheme, packed_folder, require_packable
 from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
-from lyapunov_prune.linalg import lift, row_blocks
 from lyapunov_prune.models.decoder import Decoder, wrap_any
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.hooked import calls_noted
@@ -117,11 +116,8 @@ class Schemes(Storage):
 
 
 def _grid(W: torch.Tensor, kind: Scheme, importance: np.ndarray) -> Grid:
-    columns, parts = torch.from_numpy(importance), []
-    for rows in row_blocks(W):
-        steps = fitted(rows, kind.bits, kind.group_size, columns.to(W.device))
-        parts.append(Grid(steps.integers(lift(rows)).to(torch.int8), steps.scale.to(W.dtype)))
-    return Grid(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    columns = torch.from_numpy(importance).to(W.device)
+    return gridded(W, W, lambda rows: fitted(rows, kind.bits, kind.group_size, columns))
 
 
 @in_eval_mode

@@ -57,6 +57,15 @@ class Grid(NamedTuple):
         return torch.cat([(lift(q) * lift(s)).to(scale) for q, s in pairs])
 
 
+def gridded(W: torch.Tensor, after: torch.Tensor, steps_of: Callable[[torch.Tensor], Steps]) -> Grid:
+    """The points nearest to `after`, of the shape of W, on the grids that `steps_of` gives the rows of W."""
+    parts = []
+    for rows, left in zip(row_blocks(W), row_blocks(after), strict=True):
+        steps = steps_of(rows)
+        parts.append(Grid(steps.integers(lift(left)).to(torch.int8), steps.scale.to(W.dtype)))
+    return Grid(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
 def stepped(W: torch.Tensor, bits: float, group_size: int | None, symmetric: bool) -> Steps:
     """Grids of `2^bits` points over the range of each row of `W` (m × n), or of each `group_size` inputs of a row.
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import filled
 from lyapunov_prune.data.rows import items_of, numbered, text_of
-from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.data.text import start_ids
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.tokenizers import token_ids
 
@@ -57,7 +57,7 @@ def tokenize(item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> tuple[torc
     Short rows are filled with their last token (`batch.filled`).
     """
     texts = [item.stem + choice for choice in item.choices]
-    start = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+    start = start_ids(tokenizer)
     rows = [start + token_ids(tokenizer, text) for text in texts]
     query = start + token_ids(tokenizer, item.query)
     # A choice may begin inside a token of the query, so the shared start is searched for.

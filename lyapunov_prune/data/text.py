@@ -161,3 +161,8 @@ def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer starts every text with its BOS token, or with CLS if it has none."""
     ids = token_ids(tokenizer, "a", special=True)
     return _start_token(tokenizer) is not None and bool(ids) and ids[0] == _start_token(tokenizer)
+
+
+def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What stands before a text that is tokenised in parts: the BOS token, if the tokenizer adds one."""
+    return [tokenizer.bos_token_id] if adds_bos(tokenizer) else []

@@ -26,12 +26,11 @@ from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.reloading import RELOADED, reload_check
 from lyapunov_prune.compression.compress import Compressed
-from lyapunov_prune.compression.grids import Grid, stepped
+from lyapunov_prune.compression.grids import Grid, gridded, stepped
 from lyapunov_prune.compression.report import REPORT, CompressionReport, PackedSize
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, first_of, reported, require_extra
 from lyapunov_prune.forward.logits import sample_inputs
-from lyapunov_prune.linalg import lift, row_blocks
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.from_folder import LOCAL, quiet
@@ -209,11 +208,8 @@ class Packing:
         """
         if p.module not in self._schemes:
             return
-        scheme, parts = self._schemes[p.module], []
-        for rows, left in zip(row_blocks(W), row_blocks(after), strict=True):
-            steps = stepped(rows, scheme.bits, scheme.group_size, symmetric=True)
-            parts.append(Grid(steps.integers(lift(left)).to(torch.int8), steps.scale.to(W.dtype)))
-        grid = Grid(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        scheme = self._schemes[p.module]
+        grid = gridded(W, after, lambda rows: stepped(rows, scheme.bits, scheme.group_size, symmetric=True))
         if not torch.equal(grid.values(), after):
             raise CheckFailed(f"nothing written: {p.name} is not on the grids of the model's; compress it again")
         self.put(p.module, grid)

@@ -32,7 +32,7 @@ from experiments.statements import bullets, percent, table
 from experiments.statements import interval as said
 from lyapunov_prune.data.batch import rows_measured_on
 from lyapunov_prune.data.choices import ChoiceItem, load_items
-from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.data.text import start_ids
 from lyapunov_prune.forward.decoding import continued
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.linalg import lift
@@ -122,7 +122,7 @@ def asked_of(
     loaded: Decoder, items: tuple[ChoiceItem, ...], lines: list[dict[str, str]], choices: str, questions: str
 ) -> MeasuredOn:
     """The record of all items and questions: each item's choices after its stem, each question's answer after it."""
-    start = [loaded.tokenizer.bos_token_id] if adds_bos(loaded.tokenizer) else []
+    start = start_ids(loaded.tokenizer)
     told = [item.stem + choice for item in items for choice in item.choices]
     told += [f"Question: {line['question']}\nAnswer: {line['answer']}" for line in lines]
     rows = [start + token_ids(loaded.tokenizer, text) for text in told]
@@ -139,7 +139,7 @@ def measured(
     steps: int,
 ) -> Row:
     tokenizer = loaded.tokenizer
-    start = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+    start = start_ids(tokenizer)
     losses, texts = [], []
     for line in lines:
         begun = start + token_ids(tokenizer, f"Question: {line['question']}\nAnswer:")

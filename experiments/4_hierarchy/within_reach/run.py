@@ -26,7 +26,7 @@ from experiments.hierarchies import makers
 from experiments.published import GENERATION, MULTIPLE_CHOICE
 from experiments.statements import bullets, interval, table
 from lyapunov_prune.data.batch import rows_measured_on
-from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.data.text import start_ids
 from lyapunov_prune.evaluation.task_scores import TaskScores
 from lyapunov_prune.forward.decoding import continued
 from lyapunov_prune.forward.reading import read
@@ -115,18 +115,14 @@ def drawn(task: str, items: int, seed: int) -> list[tuple[str, str]]:
 
 def written_from(loaded: Decoder, tasks: dict[str, list[tuple[str, str]]]) -> MeasuredOn:
     """The record of the items: all prompts, each with the line that is asked for."""
-    start = bos_of(loaded)
+    start = start_ids(loaded.tokenizer)
     rows = [start + token_ids(loaded.tokenizer, f"{a} {b}") for asked in tasks.values() for a, b in asked]
     return rows_measured_on(loaded.model, rows, f"drawn lines for {', '.join(tasks)}", bos=bool(start))
 
 
-def bos_of(loaded: Decoder) -> list[int]:
-    return [loaded.tokenizer.bos_token_id] if adds_bos(loaded.tokenizer) else []
-
-
 def answered(loaded: Decoder, model: PreTrainedModel, asked: Sequence[tuple[str, str]], steps: int) -> np.ndarray:
     """Which items are right, those of one length written together."""
-    start = bos_of(loaded)
+    start = start_ids(loaded.tokenizer)
     prompts = [start + token_ids(loaded.tokenizer, prompt) for prompt, _ in asked]
     right = np.zeros(len(asked), bool)
     for length in sorted({len(ids) for ids in prompts}):

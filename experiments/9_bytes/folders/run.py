@@ -85,12 +85,10 @@ def main(
 def rows(dense: Decoder, model: Model, storage: Schemes, known: list[TensorCost]) -> Iterator[tuple[Row, Values]]:
     """What is compared, without its KL, and what becomes of a matrix."""
     shapes = {t.name: tuple(dense.model.get_parameter(t.name).shape) for t in known}
-    layers = {f"{dense.structure.layers_path}.{i}.": i for i in range(dense.structure.num_layers)}
-    layer = {t.name: next(i for path, i in layers.items() if t.name.startswith(path)) for t in known}
     peers = {scheme.name: dict.fromkeys(shapes, scheme) for scheme in SAME}
     if (kept := model.folder(BITS) / "bits.json").exists():
-        widths = chosen_by_layer(kept)
-        peers[BY_LAYER] = {name: Scheme(widths[layer[name]], GROUP) for name in shapes}
+        widths: dict[int | None, int] = dict(enumerate(chosen_by_layer(kept)))
+        peers[BY_LAYER] = {name: Scheme(widths[dense.structure.layer_of(name)], GROUP) for name in shapes}
     for name, schemes in peers.items():
         size = sum(storage.size_in(schemes[t.name], shapes[t.name]) for t in known)
         yield Row(name, "rtn", size, None, ()), lambda t, W, of=schemes: nearest(W, of[t.name])
