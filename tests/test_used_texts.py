@@ -7,8 +7,13 @@ import json
 
 import pytest
 import tables
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+import lyapunov_prune as lp
 from experiments import cut_texts, used_texts
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.results.encoding import encode
 
 
 def test_every_committed_result_reports_on_a_text_that_it_may() -> None:
@@ -95,3 +100,18 @@ def test_make_tables_refuses_a_report_on_a_burnt_text(monkeypatch: pytest.Monkey
 def test_a_cut_is_the_whole_documents_of_the_last_fifth() -> None:
     assert cut_texts.last(["a" * 8, "b", "c"]) == ["b", "c"]
     assert cut_texts.last(["a" * 7, "b" * 2, "c"]) == ["c"]
+
+
+def test_a_text_that_was_read_is_refused_unless_it_was_reported_on(
+    reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = " ".join(list(tokenizer.get_vocab())[:40] * 4)
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])
+    assert ids.numel() >= 64
+    record = encode(lp.TokenBatch(ids, text="read", split="all", bos=False).measured_on(reader))
+    record["model"]["name"] = "smollm2-135m"
+    monkeypatch.setattr(cut_texts, "committed", lambda: (("read.json", "measured_on", record),))
+    loaded = lp.wrap(reader, tokenizer)
+    with pytest.raises(LyapunovPruneError):
+        cut_texts.require_unread(loaded, "cut", text, [])
+    cut_texts.require_unread(loaded, "cut", text, [record["text_hash"][: used_texts.DIGITS]])
