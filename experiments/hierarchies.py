@@ -21,8 +21,8 @@ from experiments.common import job_folder
 from lyapunov_prune.cli.inputs import folder_name
 from lyapunov_prune.data.choices import ChoiceItem, tokenize
 from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.forward.anatomy import Kind, find_anatomy
 from lyapunov_prune.forward.branches import zero_outputs
-from lyapunov_prune.forward.sublayers import Kind, find_sublayers
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.results.encoding import encode
@@ -89,10 +89,10 @@ def without_branches(
 ) -> PreTrainedModel:
     """A copy of `model` in which these attentions and MLPs add nothing, because their output projections are zero."""
     made = copy.deepcopy(model)
-    branches = find_sublayers(wrap(made), sorted({*attention, *mlp}))
+    anatomy = find_anatomy(wrap(made), sorted({*attention, *mlp}))
     for layer, kind in [*((layer, "attention") for layer in attention), *((layer, "mlp") for layer in mlp)]:
-        branch = branches[layer].branches.get(kind)
-        if branch is None or zero_outputs(branch) is None:
+        part = anatomy[layer].parts.get(kind)
+        if part is None or any(zero_outputs(branch) is None for branch in part.branches):
             raise lp.LyapunovPruneError(f"layer {layer} has no {kind} that ends in a matrix of its own; take others")
     return made
 

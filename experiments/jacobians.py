@@ -17,7 +17,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lyapunov_prune.forward.branches import Branch, find_branches, layer_children
+from lyapunov_prune.forward.anatomy import anatomy_of
+from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.hooks import layer_input, require_finite_layers, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
@@ -92,7 +93,6 @@ def sublayer_jacobians(
     reading = read(model, batch)
     text, structure = reading.batch.text, reading.structure
     require_readable(model)
-    matrices = [layer_children(structure, index) for index in range(structure.num_layers)]
 
     def stretches(number: int, ids: torch.Tensor) -> np.ndarray:
         rows: list[list[float]] = []
@@ -102,7 +102,8 @@ def sublayer_jacobians(
             index = len(rows)
             require_finite_layers(np.array([bool(layer_input(args, kwargs).isfinite().all())]), text, index)
             row: list[float] = []
-            for branch in find_branches(layer, args, kwargs, matrices[index]):
+            parts = anatomy_of(structure, index, args, kwargs).parts.values()
+            for (branch,) in (part.branches for part in parts):  # none side by side
                 with products(branch) as (forward, adjoint, size):
                     norm, rise = largest_stretch(forward, adjoint, _signs(size, generator), steps)
                     gains = [forward(_signs(size, generator)).square().sum() / size for _ in range(probes)]

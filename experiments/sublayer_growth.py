@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.anatomy import KINDS, between_branches, require_some
 from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.forward.sublayers import KINDS, between_branches, require_some
 from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, listed, require_moved
 from lyapunov_prune.results.axes import Per
@@ -92,9 +92,9 @@ def sublayer_growth(
     reading = read(model, batch)
     kind = type(reading.model).__name__
     structure, seeds = reading.structure, listed(seeds)
-    sublayers = reading.sublayers
-    require_some(reading.decoder, sublayers)
-    places = between_branches(reading.decoder, sublayers, " whose growth could be measured; measure whole layers")
+    anatomy = reading.anatomy
+    require_some(reading.decoder, anatomy)
+    places = between_branches(reading.decoder, anatomy, " whose growth could be measured; measure whole layers")
     between = {layer: entry for layer, (_, entry) in places.items()}
 
     def sums(first: int, ids: torch.Tensor) -> WindowSums:
@@ -107,9 +107,9 @@ def sublayer_growth(
     require_moved(energies[0][0], epsilon)
     growth = np.full((len(energies), structure.num_layers, len(KINDS)), np.nan)
     at = 0
-    for layer, found in sublayers.items():
-        for kind in found.branches:
+    for layer, found in anatomy.items():
+        for kind in found.whole:
             growth[:, layer, KINDS.index(kind)] = [values[at + 1] / values[at] for values in energies]
             at += 1
-        at += not found.branches  # a layer without separable sublayers is one step
+        at += not found.whole  # a layer without separable sublayers is one step
     return SublayerGrowth(epsilon, seeds, growth[0], growth[1], growth[2], reading.measured_on(seed=seeds[0]))

@@ -16,9 +16,8 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError, first_of
-from lyapunov_prune.forward.attentions import find_attentions
+from lyapunov_prune.forward.anatomy import find_anatomy, find_attentions
 from lyapunov_prune.forward.logits import cache_of
-from lyapunov_prune.forward.sublayers import find_sublayers
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.reduction import HiddenMap
@@ -81,7 +80,7 @@ def make_compact(model: PlainAny, cuts: Cuts, *, shared: bool = False) -> PreTra
     either (`surgery.cut`).
 
     Raises LyapunovPruneError for a model without a compact class (`models.compact`), for a layer that does not exist,
-    is named twice or has lost the same before, for an attention that cannot leave (`forward.attentions`), for a matrix
+    is named twice or has lost the same before, for an attention that cannot leave (`find_attentions`), for a matrix
     of another shape or with values that are not finite, when no attention of a decoder would be left, and for a model
     that is not its plain weights.
     """
@@ -142,9 +141,9 @@ def block_paths(decoder: Decoder, layers: tuple[int, ...]) -> dict[int, tuple[st
     They are those of the MLP branch, and where a layer has more parts than two, of its feed-forward block (BERT).
     """
     paths = {}
-    for index, found in (find_sublayers(decoder, layers) if layers else {}).items():
-        if "mlp" in found.branches:
-            paths[index] = found.branches["mlp"].parts
+    for index, found in (find_anatomy(decoder, layers) if layers else {}).items():
+        if mlp := found.parts.get("mlp"):
+            paths[index] = mlp.branches[0].parts
         else:
             block = find_feedforward(decoder.structure, index)
             paths[index] = (block.block,) if block.block else (block.up.module, block.activation, block.out.module)

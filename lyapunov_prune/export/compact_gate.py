@@ -28,7 +28,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import as_examples
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.export.compact import Cuts, block_paths, cut_places, cuts_of, merged_path
-from lyapunov_prune.forward.attentions import find_attentions, silenced_attentions
+from lyapunov_prune.forward.anatomy import find_attentions, silent
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.merging.reduction import HiddenMap
@@ -92,7 +92,7 @@ def cut_by_hooks(decoder: Decoder, cuts: Cuts) -> Iterator[None]:
         before.append((layers[index].get_submodule(paths[0]), note))
         after.append((layers[index].get_submodule(paths[-1]), replace))
     with (
-        silenced_attentions(find_attentions(decoder, cuts.attention)),
+        silent(*find_attentions(decoder, cuts.attention).values()),
         hooked(before=before, after=after),
         hidden_replaced(layers, known),
         skipped(structure, cuts.remove),

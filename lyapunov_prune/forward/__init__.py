@@ -4,8 +4,8 @@
 - `hooks`: observe the residual stream, inject into it, skip layers; `prefix`: a forward that begins at any layer;
 - `products`: the input and output of a matrix, even if its module is not called;
 - `rounding`: the coarsest dtype that the layers compute in, and whether they select experts or tokens;
-- `branches`, `sublayers`: attention and MLP of a layer, run alone or silenced, and the parameters that make their
-  output; `attentions`: the attention of a layer, and what stands in its place when it leaves;
+- `anatomy`: attention and MLP of a layer, where they enter and leave the stream, and what stands in the place of an
+  attention that leaves; `branches`: one run alone, and the parameters that make its output;
 - `masking`: hidden channels of feed-forward blocks, and experts, masked;
 - `replacement`, `changes`: other weights, or a changed layer, inside a block;
 - `scoring`, `logits`, `decoding`: losses, logits and greedy tokens; `kept`: the logits of two models, compared a block

@@ -1,13 +1,8 @@
-"""The branches of a layer, attention and MLP: found by what the layer does, and run alone.
-
-Nothing is assumed about a family. The layer is called with the model's own arguments, and its children are told apart
-by whether they hold matrices, by the order of their calls, and by the tensors passed between them. The parameters that
-produce a branch's output are found by zeroing them.
-"""
+"""A branch of a layer run alone, a layer tried on random tokens, and the parameters that produce a branch's output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, hidden_of, run_backbone, with_input
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import Call, calls_noted, hooked
-from lyapunov_prune.models.projections import layer_projections, without_numbers
-from lyapunov_prune.models.structure import Structure
+from lyapunov_prune.models.projections import without_numbers
 
 _TOKENS = 8
 
@@ -31,8 +24,8 @@ _TOKENS = 8
 class Branch:
     """A branch of `layer`, from the input of `entry` to the output of `exit`.
 
-    `x` is what entered it when it was found: the residual stream of that input. `parts` are the names of the children
-    from its first matrix to its last; norms at its ends are not among them.
+    `x` is what entered it when it was found: the residual stream of that input. `parts` are the names of the modules
+    from its first matrix to its last; norms at its ends are not among them. `norms` follow the last of these.
     """
 
     layer: nn.Module
@@ -42,6 +35,7 @@ class Branch:
     exit: nn.Module
     x: torch.Tensor
     parts: tuple[str, ...]
+    norms: tuple[nn.Module, ...] = ()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The branch's output for the input `x`."""
@@ -59,31 +53,6 @@ class Branch:
         return outputs[0]
 
 
-def find_branches(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], matrices: dict[str, bool]
-) -> tuple[Branch, ...]:
-    """Attention and MLP of a layer called with `args` and `kwargs`: its first and last child with matrices.
-
-    `matrices` comes from `layer_children`. An MLP that consists of bare matrices in a row (OPT) begins with the first
-    of them. A branch includes a norm that feeds only it, and a norm that takes only its output (Gemma 2). A layer with
-    one such child has one branch. Raises LyapunovPruneError for a layer without any.
-    """
-    calls = calls_of(layer, args, kwargs, layer.named_children())
-    places = [i for i, call in enumerate(calls) if call.path in matrices]
-    if not places:
-        raise LyapunovPruneError(f"{type(layer).__name__} calls no child that holds a matrix; take whole layers")
-    first = last = len(places) - 1
-    while first > 1 and matrices[calls[places[first]].path] and matrices[calls[places[first - 1]].path]:
-        first -= 1
-    spans = [(places[0], places[0])] if last == 0 else [(places[0], places[0]), (places[first], places[last])]
-    found = []
-    for start, stop in spans:
-        entry, exit = _ends(calls, matrices, start, stop)
-        parts = tuple(call.path for call in calls[start : stop + 1])
-        found.append(Branch(layer, args, kwargs, entry.module, exit.module, entry.given.detach(), parts))
-    return tuple(found)
-
-
 def tried(decoder: Decoder, layers: Iterable[int], see: Callable[..., None]) -> None:
     """Run a few random tokens, or an image; `see(index, layer, args, kwargs)` is called after each of `layers`.
 
@@ -98,34 +67,11 @@ def tried(decoder: Decoder, layers: Iterable[int], see: Callable[..., None]) -> 
         run_backbone(decoder.structure, inputs if inputs.is_floating_point() else inputs[:, :_TOKENS])
 
 
-def calls_of(
-    layer: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    modules: Iterable[tuple[str, nn.Module]] | None = None,
-) -> list[Call]:
-    """Run the layer; returns the calls of `modules` (`models.hooked.calls_noted`), of all in the layer if None."""
-    with calls_noted([each for each in layer.named_modules() if each[0]] if modules is None else modules) as calls:
+def calls_of(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
+    """Run the layer; returns the calls of all modules in it (`models.hooked.calls_noted`)."""
+    with calls_noted([each for each in layer.named_modules() if each[0]]) as calls:
         layer.forward(*args, **kwargs)
     return calls
-
-
-def _ends(calls: Sequence[Call], matrices: dict[str, bool], first: int, last: int) -> tuple[Call, Call]:
-    """The norm that feeds `calls[first]` and the norm that `calls[last]` feeds, or else these calls themselves."""
-    norms = [c for c in calls if c.path not in matrices and not c.feeds(c)]  # dropout returns what it is given
-    entry = next((c for c in norms if c.feeds(calls[first])), calls[first])
-    exit = next((c for c in norms if calls[last].feeds(c)), calls[last])
-    return entry, exit
-
-
-def layer_children(structure: Structure, index: int) -> dict[str, bool]:
-    """The children of a layer with matrices, each with whether it is itself one matrix."""
-    name = f"{structure.layers_path}.{index}"
-    children: dict[str, bool] = {}
-    for p in layer_projections(structure, index):
-        child, _, rest = p.module.removeprefix(f"{name}.").partition(".")
-        children[child] = not rest
-    return children
 
 
 @torch.no_grad()

@@ -11,10 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.attentions import find_attentions, standing_in
+from lyapunov_prune.forward.anatomy import find_attentions, silent, standing_in
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.replacement import exchanged, replaced
-from lyapunov_prune.forward.sublayers import silent
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import find_structure, identify, require_versions
@@ -27,13 +26,13 @@ Changes = Callable[[int, str], AbstractContextManager[None] | None]
 
 def dropped_layers(reading: Reading) -> Changes:
     """A changed layer returns its input; a changed branch adds nothing."""
-    sublayers = reading.sublayers
+    anatomy = reading.anatomy
 
     def change(layer: int, part: str) -> AbstractContextManager[None] | None:
         if part == "layer":
             return reading.prefix.bypassed((layer,))
-        branch = sublayers[layer].branches.get(part)
-        return None if branch is None else silent(branch)
+        found = anatomy[layer].parts.get(part)
+        return None if found is None else silent(found)
 
     return change
 
@@ -63,11 +62,12 @@ def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
         module, _, key = name.rpartition(".")
         gone.setdefault(module, []).append(key)
     parts: dict[tuple[int, str], list[Projection]] = {}
-    for layer, sublayers in reading.sublayers.items():
+    for layer, anatomy in reading.anatomy.items():
         here, base = [p for p in projections if p.layer == layer], f"{structure.layers_path}.{layer}."
         parts[layer, "layer"] = here
-        for kind, branch in sublayers.branches.items():
-            parts[layer, kind] = [p for p in here if p.module.removeprefix(base).partition(".")[0] in branch.parts]
+        for kind, part in anatomy.parts.items():
+            own = tuple(f"{base}{path}." for branch in part.branches for path in branch.parts)
+            parts[layer, kind] = [p for p in here if f"{p.module}.".startswith(own)]
 
     def change(layer: int, part: str) -> AbstractContextManager[None] | None:
         chosen = parts.get((layer, part))
@@ -95,16 +95,17 @@ def compact_layers(reading: Reading, compact: PreTrainedModel) -> Changes:
     """
     structure, other = reading.structure, find_structure(compact)
     require_versions(structure, other, as_deep=True)
-    sublayers = reading.sublayers
-    attentions = find_attentions(reading.decoder, [i for i in sublayers if "attention" in sublayers[i].branches])
+    anatomy = reading.anatomy
+    attentions = find_attentions(reading.decoder, [i for i, found in anatomy.items() if "attention" in found.parts])
 
     def change(layer: int, part: str) -> AbstractContextManager[None] | None:
         mine, theirs = structure.layers[layer], other.layers[layer]
-        if part != "layer" and part not in sublayers[layer].branches:
-            return None
         if part == "layer":
             return standing_in(mine, dict(theirs.named_children()))
-        names = attentions[layer].places if part == "attention" else sublayers[layer].branches[part].parts
+        found = anatomy[layer].parts.get(part)
+        if found is None:
+            return None
+        names = attentions[layer].places if part == "attention" else found.branches[0].parts
         return standing_in(mine, {name: theirs.get_submodule(name) for name in names})
 
     return change

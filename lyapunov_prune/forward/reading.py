@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch, Tokens, checked_batch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.anatomy import Anatomy, find_anatomy
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer, is_large, scored_in
-from lyapunov_prune.forward.sublayers import Sublayers, find_sublayers
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.plain import require_readable
 from lyapunov_prune.models.structure import Structure
@@ -96,10 +96,10 @@ class Reading:
         return Scorer(self.decoder, self.windows(1)[0])
 
     @cached_property
-    def sublayers(self) -> dict[int, Sublayers]:
+    def anatomy(self) -> dict[int, Anatomy]:
         """The attention and the MLP of every layer. Raises LyapunovPruneError unless the weights are plain matrices."""
         require_readable(self.decoder)
-        return find_sublayers(self.decoder, range(self.structure.num_layers))
+        return find_anatomy(self.decoder, range(self.structure.num_layers))
 
 
 # What a measurement accepts as its batch.

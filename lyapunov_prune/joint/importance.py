@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import Count, Seed, checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import Examples
-from lyapunov_prune.forward.attentions import fed_alone, find_attentions
-from lyapunov_prune.forward.branches import tried
+from lyapunov_prune.forward.anatomy import find_anatomy
 from lyapunov_prune.forward.hooks import hidden_of, with_hidden
 from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.healing.trained import drawn_order, frozen
@@ -131,9 +130,9 @@ def mixed(student: Unmerged, weights: Callable[[], torch.Tensor]) -> Iterator[No
     before: list[tuple[nn.Module, Callable[..., None]]] = []
     after: list[tuple[nn.Module, Callable[..., Any]]] = []
     affines = student.merged(range(len(student.blocks)))
-    for index, attention in find_attentions(student.decoder, range(len(student.blocks))).items():
-        after += [(branch.exit, partial(_scale, index, weights)) for branch in attention.branches]
-    for index, norms in _following(student).items():
+    for index, found in find_anatomy(student.decoder, range(len(student.blocks))).items():
+        after += [(branch.exit, partial(_scale, index, weights)) for branch in found.parts["attention"].branches]
+        norms = found.parts["mlp"].branches[0].norms if "mlp" in found.parts else ()
         layer, block = student.layers[index], student.blocks[index]
         note, mix = _mixing(block, norms, affines[index], weights)
         before.append((layer.get_submodule(block.up.module), note))
@@ -164,16 +163,3 @@ def _mixing(
         return m * output + (1 - m) * cut.view_as(output)
 
     return note, mix
-
-
-@torch.no_grad()
-def _following(student: Unmerged) -> dict[int, list[nn.Module]]:
-    """By layer: the norms through which the output of the feed-forward block passes before it is added to the state."""
-    found: dict[int, list[nn.Module]] = {}
-
-    def see(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        block = student.blocks[index]
-        found[index] = fed_alone(layer, args, kwargs, block.block or block.out.module)
-
-    tried(student.decoder, range(len(student.blocks)), see)
-    return found

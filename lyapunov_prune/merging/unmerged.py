@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.blocks import sum_blocks
-from lyapunov_prune.forward.attentions import find_attentions, replaced, standing_in
+from lyapunov_prune.forward.anatomy import find_attentions, replaced, standing_in
 from lyapunov_prune.merging.merge import product, require_smaller
 from lyapunov_prune.merging.reduction import GateConstant, HiddenMap, gated_by
 from lyapunov_prune.merging.table import REDUCTIONS, require_reduction

@@ -13,11 +13,11 @@ import torch
 
 from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.evaluation.judging import ends
+from lyapunov_prune.forward.anatomy import Kind, silent
 from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change, changed_finals, finals_without_each
-from lyapunov_prune.forward.sublayers import Kind, silent
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import InMemory, Streamable, runs_model, runs_models
 from lyapunov_prune.predictions.spaces import divergences
@@ -122,14 +122,13 @@ def sublayer_divergence(
     """
     reading = read(model, batch)
     layers = reading.structure.num_layers
-    sublayers = reading.sublayers
-    branches = {i: sublayer.branches[what] for i, sublayer in sublayers.items() if what in sublayer.branches}
-    changes = [(i, partial(silent, branch)) for i, branch in branches.items()]
+    parts = {i: found.parts[what] for i, found in reading.anatomy.items() if what in found.parts}
+    changes = [(i, partial(silent, part)) for i, part in parts.items()]
     values = np.full((layers, MEASURES), np.nan)
     if changes:
         means = divergences_of(reading, changes, temperature, batch_size, f"silencing {what}")
         means[~np.isfinite(means).all(-1)] = np.inf
-        values[list(branches)] = means
+        values[list(parts)] = means
     variance, kl, reverse_kl, flipped, by_r = values.T.copy()
     origin = reading.measured_on()
     return SublayerDivergence(variance, kl, reverse_kl, flipped, by_r, float(temperature), origin, what)

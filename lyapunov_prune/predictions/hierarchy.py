@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import SOME, Count, Positive
 from lyapunov_prune.bounds.probability import kl_softmax_le_range, kl_softmax_le_variance, variance_bound
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.anatomy import between_branches
 from lyapunov_prune.forward.changes import WHAT, What, compact_layers, compressed_layers, dropped_layers
 from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.decoding import greedy_text
@@ -23,7 +24,6 @@ from lyapunov_prune.forward.hooks import layer_input, require_finite, residual_s
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import Scorer
-from lyapunov_prune.forward.sublayers import between_branches
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.models.hooked import hooked
@@ -127,7 +127,7 @@ def probe_layers(
         changes = dropped_layers(reading)
     behind: dict[int, tuple[str, nn.Module]] = {}
     if read_at == "branch":
-        behind = between_branches(reading.decoder, reading.sublayers, "; read at the layer")
+        behind = between_branches(reading.decoder, reading.anatomy, "; read at the layer")
 
     def probe(begun: int, given: torch.Tensor) -> torch.Tensor:
         """The measures of these prompts: changes × layers × measures × prompts × steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from lyapunov_prune.arguments import Count
+from lyapunov_prune.forward.anatomy import KINDS, Anatomy, require_some
 from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, require_finite_layers, residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.forward.sublayers import KINDS, Sublayers, require_some
 from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.decoder import Streamable, runs_model
 from lyapunov_prune.models.hooked import hooked
@@ -175,20 +175,20 @@ def sublayer_influence(model: Streamable, batch: Readable, *, batch_size: Count 
     """
     reading = read(model, batch)
     structure = reading.structure
-    sublayers = reading.sublayers
-    require_some(reading.decoder, sublayers)
+    anatomy = reading.anatomy
+    require_some(reading.decoder, anatomy)
 
     def measure(first: int, ids: torch.Tensor) -> np.ndarray:
         unseen = torch.full((2, len(ids)), torch.nan, dtype=torch.float64)  # for layers that text does not run
-        by_layer = dict.fromkeys(sublayers, unseen)
+        by_layer = dict.fromkeys(anatomy, unseen)
         with ExitStack() as hooks:
-            for index, of_layer in sublayers.items():
-                hooks.enter_context(_watched(structure.layers[index], index, of_layer, by_layer))
+            for index, found in anatomy.items():
+                hooks.enter_context(_watched(structure.layers[index], index, found, by_layer))
             run_backbone(structure, ids)
         return torch.stack([by_layer[i] for i in range(structure.num_layers)]).numpy()
 
     values = np.concatenate(dealt(reading, batch_size, measure, "sublayer influence"), axis=-1)  # (L, 2, windows)
-    missing = np.array([[kind not in sublayers[i].branches for kind in KINDS] for i in range(len(values))])
+    missing = np.array([[kind not in anatomy[i].whole for kind in KINDS] for i in range(len(values))])
     finite = (np.isfinite(values) | missing[..., None]).all((-2, -1))
     require_finite_layers(finite, reading.batch.text)
     (attention, mlp), (attention_spread, mlp_spread) = values.mean(-1).T, _standard_error(values).T
@@ -197,36 +197,39 @@ def sublayer_influence(model: Streamable, batch: Readable, *, batch_size: Count 
 
 
 def _watched(
-    layer: nn.Module, index: int, sublayers: Sublayers, by_layer: dict[int, torch.Tensor]
+    layer: nn.Module, index: int, found: Anatomy, by_layer: dict[int, torch.Tensor]
 ) -> AbstractContextManager[None]:
     """Store in `by_layer[index]` by how much attention and MLP of `layer` turn the stream: (2, windows)."""
-    branches = list(sublayers.branches.values())
+    parts = found.whole
     # One entry per piece of the batch, which a streamed layer may split:
     between: list[torch.Tensor] = []  # the stream at the input of the second sublayer
-    added: list[list[torch.Tensor]] = [[] for _ in branches]  # the output of each sublayer
+    added = [[list[torch.Tensor]() for _ in part.branches] for part in parts.values()]  # the output of each branch
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         between.append(layer_input(args, kwargs))
 
-    def leave(branch: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        added[branch].append(hidden_of(output))
+    def leave(pieces: list[torch.Tensor], module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        pieces.append(hidden_of(output))
 
     def finish(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         before = layer_input(args, kwargs).to(hidden_of(output).device)  # the layer before may be on another device
-        if sublayers.parallel:
-            steps = [(before, before + torch.cat(pieces).view_as(before)) for pieces in added if pieces]
+        if found.parallel:
+            outputs = [[torch.cat(pieces).view_as(before) for pieces in of_part] for of_part in added]
+            steps = [(before, before + sum(of_part)) for of_part in outputs]
         else:
             stream = [before, *([torch.cat(between).view_as(before)] if between else []), hidden_of(output)]
             steps = list(pairwise(stream))
-        rows = dict(zip(sublayers.branches, (_turn(*step) for step in steps), strict=False))
+        rows = dict(zip(parts, (_turn(*step) for step in steps), strict=False))
         nothing = torch.full(before.shape[:1], torch.nan, dtype=torch.float64)
         by_layer[index] = torch.stack([rows.get(kind, nothing) for kind in KINDS])
-        for pieces in (between, *added):
+        for pieces in (between, *chain(*added)):
             pieces.clear()
 
-    if sublayers.parallel:
-        return hooked(after=[*((branch.exit, partial(leave, i)) for i, branch in enumerate(branches)), (layer, finish)])
-    return hooked(before=[(branch.entry, enter) for branch in branches[1:]], after=[(layer, finish)])
+    if found.parallel:
+        exits = [branch.exit for part in parts.values() for branch in part.branches]
+        leaving = [(exit, partial(leave, pieces)) for exit, pieces in zip(exits, chain(*added), strict=True)]
+        return hooked(after=[*leaving, (layer, finish)])
+    return hooked(before=[(part.branches[0].entry, enter) for part in [*parts.values()][1:]], after=[(layer, finish)])
 
 
 def _turn(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

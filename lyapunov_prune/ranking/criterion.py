@@ -194,8 +194,8 @@ class ByPosition(Scored):
         decoder, layers = asked.reading.decoder, asked.reading.structure.num_layers
         layer = np.arange(layers, dtype=np.float64)
         if asked.what != "layers":
-            sublayers = asked.reading.sublayers
-            layer[[asked.what not in sublayers[i].branches for i in range(layers)]] = np.nan
+            anatomy = asked.reading.anatomy
+            layer[[asked.what not in anatomy[i].parts for i in range(layers)]] = np.nan
         return self.ranking(self.by_position(layer), decoder.identity, what=asked.what, protect=asked.protect)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.sublayers import Kind
+from lyapunov_prune.forward.anatomy import Kind
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.profiles.influence import InfluenceProfile, SublayerInfluence

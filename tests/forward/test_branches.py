@@ -9,8 +9,8 @@ import torch
 import transformers
 from helpers import KINDS, OTHERS, PARALLEL, branches_of, make_other, make_tiny
 
-from lyapunov_prune import LyapunovPruneError
-from lyapunov_prune.forward.branches import layer_children
+from lyapunov_prune.forward.anatomy import find_anatomy
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_structure
 
 
@@ -54,14 +54,8 @@ def test_planted_fault_a_factor_of_the_layer_is_no_part_of_a_branch(ids: torch.T
     torch.testing.assert_close(attention.x + 0.5 * (one + two), output, rtol=1e-4, atol=1e-4)
 
 
-def test_a_layer_without_matrices_is_refused(ids: torch.Tensor) -> None:
+def test_a_layer_that_calls_no_matrix_has_no_parts(ids: torch.Tensor) -> None:
     model = make_tiny("llama")
     layer: Any = model.model.layers[1]
     layer.forward = lambda hidden_states, **_: hidden_states
-    with pytest.raises(LyapunovPruneError, match="no child"):
-        branches_of(model, ids)
-
-
-def test_children_tell_bare_matrices(ids: torch.Tensor) -> None:
-    assert layer_children(find_structure(make_tiny("opt")), 0) == {"self_attn": False, "fc1": True, "fc2": True}
-    assert layer_children(find_structure(make_tiny("gpt2")), 5) == {"attn": False, "mlp": False}
+    assert [bool(found.whole) for found in find_anatomy(wrap(model), (0, 1)).values()] == [True, False]

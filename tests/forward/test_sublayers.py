@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from experiments.hierarchies import without_branches
 from lyapunov_prune import LyapunovPruneError, PruningPlan, load, rank
-from lyapunov_prune.forward.sublayers import find_sublayers, silent
+from lyapunov_prune.forward.anatomy import find_anatomy, silent
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles import sublayer_influence
@@ -30,9 +30,9 @@ def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def silenced(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]) -> AbstractContextManager[None]:
-    found = find_sublayers(decoder, sorted({*attention, *mlp}))
+    found = find_anatomy(decoder, sorted({*attention, *mlp}))
     gone = [*((layer, "attention") for layer in attention), *((layer, "mlp") for layer in mlp)]
-    return silent(*(found[layer].branches[kind] for layer, kind in gone))
+    return silent(*(found[layer].parts[kind] for layer, kind in gone))
 
 
 def silenced_as_zeroed(model: PreTrainedModel, ids: torch.Tensor, **gone: tuple[int, ...]) -> PreTrainedModel:
@@ -156,7 +156,7 @@ def one_branch_model() -> PreTrainedModel:
 
 def test_layers_of_one_branch_have_one_score(ids: torch.Tensor) -> None:
     model = one_branch_model()
-    kinds = [list(find_sublayers(wrap(model), range(4))[i].branches) for i in range(4)]
+    kinds = [list(find_anatomy(wrap(model), range(4))[i].parts) for i in range(4)]
     assert kinds == [["attention"], ["mlp"], ["attention"], ["mlp"]]
     scores = sublayer_influence(model, ids)
     assert np.isnan(scores.attention).tolist() == np.logical_not(np.isnan(scores.mlp)).tolist() == [False, True] * 2
@@ -195,7 +195,7 @@ def test_scores_are_the_definition(name: str, ids: torch.Tensor) -> None:
     attention, mlp = np.array(expected).T
     np.testing.assert_allclose(scores.attention, attention, rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(scores.mlp, mlp, rtol=1e-6, atol=1e-9)
-    parallel = all(s.parallel for s in find_sublayers(wrap(model), [0, 1]).values())
+    parallel = all(s.parallel for s in find_anatomy(wrap(model), [0, 1]).values())
     assert parallel == (name in PARALLEL)
 
 

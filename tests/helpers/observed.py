@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.forward.branches import Branch, find_branches, layer_children
+from lyapunov_prune.forward.anatomy import anatomy_of
+from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.structure import find_structure
@@ -114,8 +115,13 @@ def branches_of(model: PreTrainedModel, ids: torch.Tensor) -> list[tuple[tuple[B
     found: list[tuple[tuple[Branch, ...], torch.Tensor]] = []
 
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        branches = find_branches(layer, args, kwargs, layer_children(structure, len(found)))
-        found.append((branches, output if isinstance(output, torch.Tensor) else output[0]))
+        parts = anatomy_of(structure, len(found), args, kwargs).parts.values()
+        found.append(
+            (
+                tuple(branch for part in parts for branch in part.branches),
+                output if isinstance(output, torch.Tensor) else output[0],
+            )
+        )
 
     handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer in structure.layers]
     with torch.no_grad():

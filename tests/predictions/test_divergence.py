@@ -15,10 +15,10 @@ from helpers import LAYERS, computed, hooks_of, leave, make_tiny, measures_by_de
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.forward.anatomy import Anatomy, find_anatomy
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
-from lyapunov_prune.forward.sublayers import Sublayers, find_sublayers
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions import SkipDivergence, skip_divergence
@@ -289,10 +289,10 @@ def test_a_layer_without_the_branch_has_no_divergence(
 ) -> None:
     whole = sublayer_divergence(llama, ids, "mlp")
 
-    def without_two(decoder: Decoder, layers: Any) -> dict[int, Sublayers]:
-        return find_sublayers(decoder, layers) | {2: Sublayers({}, False, "has none")}
+    def without_two(decoder: Decoder, layers: Any) -> dict[int, Anatomy]:
+        return find_anatomy(decoder, layers) | {2: Anatomy({}, False, "has none", "")}
 
-    monkeypatch.setattr("lyapunov_prune.forward.reading.find_sublayers", without_two)
+    monkeypatch.setattr("lyapunov_prune.forward.reading.find_anatomy", without_two)
     found = sublayer_divergence(llama, ids, "mlp")
     for name in MEASURES:
         wanted = getattr(whole, name).copy()
@@ -300,7 +300,7 @@ def test_a_layer_without_the_branch_has_no_divergence(
         np.testing.assert_array_equal(getattr(found, name), wanted)
     assert 2 not in rank_by_divergence(found).order
     monkeypatch.setattr(
-        "lyapunov_prune.forward.reading.find_sublayers", lambda m, layers: {i: Sublayers({}, False, "") for i in layers}
+        "lyapunov_prune.forward.reading.find_anatomy", lambda m, layers: {i: Anatomy({}, False, "", "") for i in layers}
     )
     assert np.isnan(sublayer_divergence(llama, ids, "mlp").kl).all()
 

@@ -29,10 +29,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from experiments.hierarchies import without_branches
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, compress, probe_layers
+from lyapunov_prune.forward.anatomy import find_anatomy
 from lyapunov_prune.forward.changes import WHAT
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.scoring import Scorer
-from lyapunov_prune.forward.sublayers import find_sublayers
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.structure import find_structure
@@ -374,7 +374,7 @@ def test_what_ends_with_the_layer_is_read_there(prompts: torch.Tensor) -> None:
 
 def test_every_family_is_read_behind_its_branches_or_says_why_not(family: str, prompts: torch.Tensor) -> None:
     model = make_tiny(family)
-    if any(found.parallel for found in find_sublayers(wrap(model), range(LAYERS)).values()):
+    if any(found.parallel for found in find_anatomy(wrap(model), range(LAYERS)).values()):
         with pytest.raises(LyapunovPruneError, match="side by side"):
             probe_layers(model, prompts, read_at="branch")
         return

@@ -33,10 +33,10 @@ from experiments.space_figures import (
 )
 from experiments.statements import short, signed, span, table
 from lyapunov_prune.data.batch import checked_batch
+from lyapunov_prune.forward.anatomy import find_anatomy, silent
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
-from lyapunov_prune.forward.sublayers import find_sublayers, silent
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.predictions.spaces import turn
@@ -211,7 +211,7 @@ def without_mean(loaded: lp.models.Decoder, prompts: Sequence[torch.Tensor]) -> 
     At the last `LAST` tokens of each prompt. `mean_share` is that of the mean in `‖z‖²`.
     """
     structure, rows = loaded.structure, []
-    parts = find_sublayers(loaded, range(structure.num_layers))
+    anatomy = find_anatomy(loaded, range(structure.num_layers))
     for number, prompt in enumerate(prompts):
         ids = prompt.to(loaded.model.device)
         prefix, scorer = Prefix(structure, ids), Scorer(loaded, ids)
@@ -224,11 +224,11 @@ def without_mean(loaded: lp.models.Decoder, prompts: Sequence[torch.Tensor]) -> 
         ) -> torch.Tensor:
             return lift(scorer.logits(prefix.finish(ids, structure.num_layers, h)[0, -LAST:]))
 
-        for layer, found in parts.items():
-            if "attention" not in found.branches:
+        for layer, found in anatomy.items():
+            if "attention" not in found.parts:
                 continue
             start = prefix.entry(layer)
-            with silent(found.branches["attention"]):
+            with silent(found.parts["attention"]):
                 changed = prefix.advance(ids, start, states[start], layer + 1)
             h, h2 = states[layer + 1][0, -LAST:], changed[0, -LAST:]
             z, z2 = logits(states[layer + 1]), logits(changed)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 from lyapunov_prune.ranking.criterion import EVERYWHERE, RankingRequest, Scored
 
 if TYPE_CHECKING:
-    from lyapunov_prune.forward.sublayers import Kind
+    from lyapunov_prune.forward.anatomy import Kind
     from lyapunov_prune.ranking.ranking import LayerRanking
 
 

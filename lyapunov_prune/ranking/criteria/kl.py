@@ -8,7 +8,7 @@ from lyapunov_prune.arguments import Positive
 from lyapunov_prune.ranking.criterion import EVERYWHERE, RankingRequest, Scored
 
 if TYPE_CHECKING:
-    from lyapunov_prune.forward.sublayers import Kind
+    from lyapunov_prune.forward.anatomy import Kind
     from lyapunov_prune.ranking.ranking import Ranking
 
 

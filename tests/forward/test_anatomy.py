@@ -1,9 +1,10 @@
-"""The attention of a layer, found by running it, in families that keep it in different places."""
+"""The parts of a layer, found by running it, in families that keep them in different places."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families.zoo import make_zoo
@@ -12,9 +13,11 @@ from torch import nn
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.compact_gate import verify_compact
-from lyapunov_prune.forward.attentions import find_attentions, replaced, standing_in
+from lyapunov_prune.forward.anatomy import find_anatomy, find_attentions, replaced, silent, standing_in
+from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.logits import cached_logits, deviation, last_logits, uncached_logits
 from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.profiles import sublayer_influence
 
 PLACES: dict[str, dict[str, str]] = {
     "bert": {"attention.self": "none", "attention.output.dense": "identity"},  # the norm behind the sum stays
@@ -32,6 +35,49 @@ PLACES: dict[str, dict[str, str]] = {
 def test_places_by_family(name: str) -> None:
     (attention,) = find_attentions(wrap(make_zoo(name)), (3,)).values()
     assert attention.places == PLACES[name]
+
+
+# By family: the modules where the stream enters and leaves each part; `whole` if they are all that the layer adds.
+PARTS: dict[str, tuple[dict[str, list[tuple[str, str]]], bool]] = {
+    "bart": ({"attention": [("self_attn", "self_attn")]}, False),  # the attention to an encoder does not run
+    "bert": ({"attention": [("attention.self", "attention.output.dense")]}, False),
+    "bloom": ({}, False),  # both add the stream themselves
+    "dbrx": (
+        {"attention": [("norm_attn_norm.norm_1", "norm_attn_norm.attn")], "mlp": [("norm_attn_norm.norm_2", "ffn")]},
+        True,
+    ),
+    "falcon_h1": (
+        {
+            "attention": [("input_layernorm", "mamba"), ("self_attn", "self_attn")],
+            "mlp": [("pre_ff_layernorm", "feed_forward")],
+        },
+        True,
+    ),
+    "rwkv": ({"attention": [("ln1", "attention")], "mlp": [("ln2", "feed_forward")]}, True),  # both mix tokens
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_by_family(name: str) -> None:
+    decoder = wrap(make_zoo(name))
+    (found,) = find_anatomy(decoder, (3,)).values()
+    names = {module: path for path, module in decoder.layers[3].named_modules()}
+    ends = {
+        kind: [(names[branch.entry], names[branch.exit]) for branch in part.branches]
+        for kind, part in found.parts.items()
+    }
+    assert (ends, bool(found.whole)) == PARTS[name]
+
+
+def test_mixers_side_by_side_are_one_attention() -> None:
+    """Falcon H1: without its parts a layer passes its state on, and BI measures it before the MLP."""
+    decoder, ids = wrap(make_zoo("falcon_h1")), torch.arange(24).view(2, 12)
+    (found,) = find_anatomy(decoder, (3,)).values()
+    states: list[torch.Tensor] = []
+    with silent(*found.parts.values()), residual_stream(decoder.structure, lambda _, h: states.append(h)):
+        run_backbone(decoder.structure, ids)
+    assert torch.equal(states[3], states[4])
+    assert np.isfinite(sublayer_influence(decoder, ids).attention).all()
 
 
 @pytest.mark.parametrize(
