@@ -10,7 +10,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -90,50 +91,44 @@ def prune_on_disk(
     edit = cut_outline(outline.decoder, plan, width)
     layers = layers_in(outline.decoder, outline.targets, outline.stored, plan.kept)
     pieces = _pieces(outline, edit, layers, plan)
-    copy = Copy(outline.decoder, edit, plan, layers, pieces, not_run(outline.model, stream=stream))
-    return copy.write(target, shard_bytes, lambda folder: verify_files(outline, edit, plan, folder, stream=stream))
+    gate = partial(verify_files, outline, edit, plan, stream=stream)
+    unmade = not_run(outline.model, stream=stream)
+    return write_copy(target, outline.decoder, edit, plan, layers, pieces, unmade, gate, shard_bytes)
 
 
-@dataclass(frozen=True, eq=False)
-class Copy:
-    """What `edit`, made for `plan`, leaves of the files of `original`: `pieces` of its tensors, by their new names.
+def write_copy(
+    target: str | Path,
+    original: Decoder,
+    edit: Edit,
+    plan: PruningPlan,
+    layers: Layers,
+    pieces: Mapping[str, Part],
+    unmade: tuple[str, ...],
+    gate: Callable[[Path], GateReport],
+    shard_bytes: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    remedy: str = "prune it in memory",
+) -> Provenance:
+    """Write what `edit`, made for `plan`, leaves of the files of `original` to the folder `target`, if `gate` passes.
 
-    `layers` are those that stay, by their names in the files; `not_run` are the checks that its gate does not make.
+    `pieces` are its tensors, by their new names, `layers` those that stay, by their names in the files, `unmade` the
+    checks that the gate does not make. The quantisation `settings` lie in files of their own. Raises LyapunovPruneError
+    for a full disk, files that can no longer be read, and a setting whose layers cannot be renumbered. Raises
+    CheckFailed if a check fails. In every case nothing is left at `target`.
     """
-
-    original: Decoder
-    edit: Edit
-    plan: PruningPlan
-    layers: Layers
-    pieces: Mapping[str, Part]
-    not_run: tuple[str, ...]
-
-    def write(
-        self,
-        target: str | Path,
-        shard_bytes: int,
-        gate: Callable[[Path], GateReport],
-        settings: Mapping[str, Any] = MappingProxyType({}),
-        remedy: str = "prune it in memory",
-    ) -> Provenance:
-        """Write the folder `target` if `gate` passes there, with the quantisation `settings` in files of their own.
-
-        Raises LyapunovPruneError for a full disk, files that can no longer be read, and a setting whose layers cannot
-        be renumbered. Raises CheckFailed if a check fails. In every case nothing is left at `target`.
-        """
-        pruned, plan = self.edit.made.model, self.plan
-        follow_layers(pruned.config, self.layers)
-        beside = {name: self.layers.follow(told) for name, told in settings.items()}
-        add_step(pruned, "prune", plan.measured_on, self.original.model)
-        require_disk(target, sum(piece.size for piece in self.pieces.values()), "the files of the pruned model")
-        with whole_folder(target) as folder:
-            for name, told in beside.items():
-                (folder / name).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-            save_files(pruned, self.original.tokenizer, folder, {})
-            write_tensors(folder, self.pieces, shard_bytes)
-            report = gate(folder)
-            report.require_passed("the copy", remedy)
-            return describe(folder, plan, report, self.original.structure, pruned, self.not_run)
+    pruned = edit.made.model
+    follow_layers(pruned.config, layers)
+    beside = {name: layers.follow(told) for name, told in settings.items()}
+    add_step(pruned, "prune", plan.measured_on, original.model)
+    require_disk(target, sum(piece.size for piece in pieces.values()), "the files of the pruned model")
+    with whole_folder(target) as folder:
+        for name, told in beside.items():
+            (folder / name).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        save_files(pruned, original.tokenizer, folder, {})
+        write_tensors(folder, pieces, shard_bytes)
+        report = gate(folder)
+        report.require_passed("the copy", remedy)
+        return describe(folder, plan, report, original.structure, pruned, unmade)
 
 
 def cut_outline(decoder: Decoder, plan: PruningPlan, width: Width | None = None) -> Edit:

@@ -47,19 +47,6 @@ class CutModel:
     alone: RoundedAlone | None
 
 
-@dataclass(frozen=True, eq=False)
-class Finished:
-    """A compressed model, and the `title` of its card.
-
-    `dense` is the model before compression, for a format that `keeps_dense`.
-    """
-
-    done: Compressed
-    tokenizer: PreTrainedTokenizerBase
-    title: str
-    dense: PreTrainedModel | None = None
-
-
 class Format(Choice):
     """A way to write a checkpoint. Each format is a subclass in a file of its own and a row in `table.FORMATS`.
 
@@ -133,9 +120,17 @@ class Format(Choice):
     def require_model(self, model: PreTrainedModel, asked: CompressionRequest) -> None:
         """Raise LyapunovPruneError for a model whose matrices the format cannot hold, before anything is measured."""
 
-    def write(self, target: Path, made: Finished) -> CompressionReport:
-        """Write `made` and its card to `target`; returns the report of what was stored.
+    def write(
+        self,
+        target: Path,
+        done: Compressed,
+        tokenizer: PreTrainedTokenizerBase,
+        title: str,
+        dense: PreTrainedModel | None = None,
+    ) -> CompressionReport:
+        """Write the compressed model and its card, called `title`, to `target`; returns the report of what was stored.
 
+        `dense` is the model before compression, for a format that `keeps_dense`.
         Raises CheckFailed if the files would load as another model, and LyapunovPruneError if the target is not empty
         or writing fails. In both cases nothing is left there.
         """

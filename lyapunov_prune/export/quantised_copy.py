@@ -18,7 +18,7 @@ from typing import Any
 from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting
 from lyapunov_prune.checkpoints.tensor_files import Part, StoredTensor, TensorPiece, parts_of, read_tensors, reading
 from lyapunov_prune.errors import LyapunovPruneError, reported
-from lyapunov_prune.export.copied import SHARD_BYTES, Copy, cut_outline, new_names, part_of, require_copied
+from lyapunov_prune.export.copied import SHARD_BYTES, cut_outline, new_names, part_of, require_copied, write_copy
 from lyapunov_prune.export.disk_gate import KEYS, PLACED, not_run
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.left_out import LeftOut, find_left_out, keep_left_out
@@ -136,9 +136,8 @@ def prune_quantised(
     edit = cut_outline(decoder, plan)
     pieces = _pieces(checkpoint, edit, layers)
     beside = {name: told for name, told in checkpoint.settings().items() if name in FILES}
-    copy = Copy(decoder, edit, plan, layers, pieces, not_run(decoder.model, stream=False))
-    gate = partial(verify_bytes, checkpoint, edit, plan)
-    return copy.write(target, shard_bytes, gate, beside, plan.gone.remedy)
+    gate, unmade = partial(verify_bytes, checkpoint, edit, plan), not_run(decoder.model, stream=False)
+    return write_copy(target, decoder, edit, plan, layers, pieces, unmade, gate, shard_bytes, beside, plan.gone.remedy)
 
 
 def _pieces(checkpoint: Quantised, edit: Edit, layers: Layers) -> dict[str, Part]:

@@ -241,10 +241,15 @@ class _Run:
         """The attention, the calls of the layer's own blocks that mix tokens first, and why it cannot leave."""
         inside, outer = "", list[Call]()
         while True:
-            mixers = self.beside([call for call in self.calls if _is_child(call, inside) and self.mixes(call)])
+            every = [call for call in self.calls if _is_child(call, inside) and self.mixes(call)]
+            mixers = self.beside(every)
             outer = outer or mixers
             if mixers and (found := self.replaceable(mixers)):
-                return found, outer, ""
+                others = ", ".join(call.path for call in every if call not in mixers)
+                stays = (
+                    f"{others} of layer {self.index} mix tokens too, and read the cache that leaves with its attention"
+                )
+                return found, outer, stays if others else ""
             if len(mixers) != 1:
                 break
             inside = mixers[0].path
@@ -298,7 +303,7 @@ class _Run:
                     found = self.output()
                 except _FAILS:
                     continue
-            if torch.equal(found, wanted):
+            if _same(found, wanted):
                 return Sublayer(part.branches, places)
         return None
 
@@ -322,6 +327,10 @@ def _holds_matrix(call: Call) -> bool:
     return any(p.ndim > 1 for p in call.module.parameters())
 
 
+def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.equal(found.nan_to_num(), wanted.nan_to_num())  # a broken model is refused by who measures it
+
+
 def _require_unread(decoder: Decoder, attentions: Mapping[int, Sublayer]) -> None:
     """Raise LyapunovPruneError if the model without these attentions is not the one in which they add nothing."""
     inputs = sample_inputs(decoder, None)[0]
@@ -333,8 +342,7 @@ def _require_unread(decoder: Decoder, attentions: Mapping[int, Sublayer]) -> Non
             stack.enter_context(standing_in(layers[index], replaced(layers[index], attention.places, width)))
         try:
             found = uncached_logits(decoder.model, inputs)
-            same = torch.equal(found.nan_to_num(), wanted.nan_to_num())  # a broken model is refused by who measures it
-            error = 0.0 if same else deviation(found, wanted)
+            error = 0.0 if _same(found, wanted) else deviation(found, wanted)
             how = f"logits deviate by {error:.2g}"
         except _FAILS as failure:
             error, how = float("inf"), in_short(failure, 100)

@@ -6,19 +6,16 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-
-from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import Judgement
-from lyapunov_prune.forward.reading import Readable, Reading, read
+from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.mending.judge import judged_mends
 from lyapunov_prune.mending.mend import Mend, fit_mends
 from lyapunov_prune.mending.report import MendReport
-from lyapunov_prune.models.decoder import in_memory
+from lyapunov_prune.models.decoder import Model
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.best import best_removal
 from lyapunov_prune.ranking.tried import BestRemoval
@@ -40,34 +37,29 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False)
 class Chooser:
-    """Chooses layers of `model` on `batch` by criterion `best`, and mends on half of its windows.
+    """Chooses layers of the model of `reading` by criterion `best`, and mends on half of its windows.
 
     `judge` is the second text that judges mending. A search may spend `search` forwards. Without `mend` it compares no
     mended sets, and nothing is mended. Searches are kept in `folder`; what they measure on all layers is measured once.
     """
 
-    model: PreTrainedModel
-    batch: TokenBatch
+    reading: Reading
     judge: TokenBatch
     search: float | None
     mend: bool
     folder: Path | None
     batch_size: int
 
-    @cached_property
-    def reading(self) -> Reading:
-        return read(in_memory(self.model), self.batch)
-
     def choose(self, remove: int) -> Chosen:
         began = time.monotonic()
         fits: dict[tuple[int, ...], Mended] = {}
 
-        def fit(model: PreTrainedModel, removed: Sequence[int], batch: Readable, *, of: int = 1) -> Mended:
+        def fit(model: Model, removed: Sequence[int], batch: Readable, *, of: int = 1) -> Mended:
             fits[tuple(removed)] = fit_mends(model, removed, batch, of=of)
             return fits[tuple(removed)]
 
         found = best_removal(
-            self.model,
+            self.reading.decoder,
             self.reading,
             remove,
             search=self.search,
@@ -91,7 +83,7 @@ class Chooser:
         began = time.monotonic()
         try:
             if judged is None:
-                mends, report = judged_mends(self.model, plan.remove, self.batch, self.judge)
+                mends, report = judged_mends(self.reading.decoder, plan.remove, self.reading.batch, self.judge)
             else:
                 report = judged[1]
                 mends = judged[0] if report.kept else ()

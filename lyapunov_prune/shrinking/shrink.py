@@ -17,7 +17,8 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.evaluation.sizes import SizesTried
 from lyapunov_prune.evaluation.tasks import Task, halves
-from lyapunov_prune.models.decoder import Model, model_of
+from lyapunov_prune.forward.reading import read
+from lyapunov_prune.models.decoder import Model, in_memory, model_of
 from lyapunov_prune.models.launched import from_each
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.size import model_size
@@ -135,8 +136,7 @@ def _run(
     told(expected)
     choose, learn, judge, held_out = request.texts.filled(model, request.tokenizer, request.folder)
     chooser = Chooser(
-        model,
-        choose,
+        read(in_memory(model), choose),
         judge,
         search=search,
         mend=search is None or search >= MENDED_SEARCH,

@@ -16,7 +16,7 @@ from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.mending.mend import Mend, mapped
 from lyapunov_prune.models.plain import plain
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.ranking.counts import most_not_over, nothing_within
@@ -37,7 +37,7 @@ def largest(target: Target, chooser: Chooser, lost: Loss) -> tuple[Chosen, float
     Layers are chosen and mended anew for every number that is tried. Raises LyapunovPruneError, with the loss, if a
     single layer already loses more.
     """
-    most = find_structure(chooser.model).num_layers - 1
+    most = chooser.reading.structure.num_layers - 1
     tried: dict[int, tuple[Chosen, float]] = {}
 
     def is_over(count: int) -> bool:

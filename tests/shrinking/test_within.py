@@ -40,7 +40,7 @@ def chooser(reader: PreTrainedModel) -> Chooser:
     learn, judge = (
         TokenBatch(torch.randint(3, 200, (n, 24), generator=generator), "ids", "all", False) for n in (16, 8)
     )
-    return Chooser(reader, learn, judge, search=None, mend=True, folder=None, batch_size=1)
+    return Chooser(read(wrap(reader), learn), judge, search=None, mend=True, folder=None, batch_size=1)
 
 
 @dataclass

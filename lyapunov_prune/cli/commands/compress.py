@@ -65,7 +65,6 @@ def compress(
     from lyapunov_prune.compression.compress import compress as compress_model
     from lyapunov_prune.compression.recipe import CompressionRequest
     from lyapunov_prune.compression.report import REPORT
-    from lyapunov_prune.export.format import Finished
     from lyapunov_prune.export.streamed import compress_on_disk
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_weights
@@ -88,9 +87,9 @@ def compress(
     done = compress_model(loaded.model, batch, **how, **amount, batch_size=batch_size)
     first_goes_on()
     dense = loaded.model if stored.keeps_dense else None
-    finished = Finished(done, loaded.tokenizer, f"{Path(model).name}, compressed", dense)
+    tokenizer = loaded.tokenizer
     del loaded  # what was written is loaded beside what was compressed: no room for a third
-    report = stored.write(output, finished)
+    report = stored.write(output, done, tokenizer, f"{Path(model).name}, compressed", dense)
     show(report, output, kept=output / REPORT)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lyapunov_prune.export.format import Finished, Format
+from lyapunov_prune.export.format import Format
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from lyapunov_prune.compression.compress import Compressed
     from lyapunov_prune.compression.recipe import CompressionRequest
     from lyapunov_prune.compression.report import CompressionReport
 
@@ -35,8 +36,15 @@ class Packed(Format):
 
         require_packable(model, asked.group_size)
 
-    def write(self, target: Path, made: Finished) -> CompressionReport:
+    def write(
+        self,
+        target: Path,
+        done: Compressed,
+        tokenizer: PreTrainedTokenizerBase,
+        title: str,
+        dense: PreTrainedModel | None = None,
+    ) -> CompressionReport:
         from lyapunov_prune.export.packed import write_packed
 
-        assert made.dense is not None  # `keeps_dense`
-        return write_packed(made.dense, made.done, made.tokenizer, target, made.title)
+        assert dense is not None  # `keeps_dense`
+        return write_packed(dense, done, tokenizer, target, title)

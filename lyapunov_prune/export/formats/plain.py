@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.export.format import CutModel, Finished, Format
+from lyapunov_prune.export.format import CutModel, Format
 from lyapunov_prune.pruning.stored import PLAIN
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lyapunov_prune.compression.compress import Compressed
     from lyapunov_prune.compression.report import CompressionReport
     from lyapunov_prune.export.exported import Exported
     from lyapunov_prune.models.decoder import Decoder
@@ -57,13 +60,19 @@ class Plain(Format):
         gate.require_passed(remedy=remedy)
         return gate
 
-    def write(self, target: Path, made: Finished) -> CompressionReport:
+    def write(
+        self,
+        target: Path,
+        done: Compressed,
+        tokenizer: PreTrainedTokenizerBase,
+        title: str,
+        dense: PreTrainedModel | None = None,
+    ) -> CompressionReport:
         from lyapunov_prune.checkpoints.saving import write_model
         from lyapunov_prune.compression.report import REPORT
 
-        report = made.done.report
-        write_model(made.done.model, made.tokenizer, target, {REPORT: report}, made.title, report.about())
-        return report
+        write_model(done.model, tokenizer, target, {REPORT: done.report}, title, done.report.about())
+        return done.report
 
     def export(self, decoder: Decoder, target: Path) -> Exported:
         from lyapunov_prune.checkpoints.saving import save
