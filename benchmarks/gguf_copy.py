@@ -15,7 +15,8 @@ from pathlib import Path
 
 from results import Benchmark
 
-from lyapunov_prune.export.gguf import gguf_identity, prune_gguf
+from lyapunov_prune.export.gguf import prune_gguf
+from lyapunov_prune.export.gguf_original import gguf_identity
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.pruning.plan import PruningPlan
 

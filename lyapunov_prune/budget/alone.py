@@ -14,10 +14,9 @@ from lyapunov_prune.budget.spend import chosen_types, least_of
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.llama_cpp import installed
-from lyapunov_prune.export.gguf import SUFFIX
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.gguf import source_file
+from lyapunov_prune.models.gguf import SUFFIX, source_file
 from lyapunov_prune.models.gguf_metadata import gguf_family
 from lyapunov_prune.models.size import stored_size
 from lyapunov_prune.models.structure import model_name

@@ -28,11 +28,10 @@ from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.judging import compare, require_windows
 from lyapunov_prune.evaluation.perplexity import ratio_of
 from lyapunov_prune.evaluation.sizes import SizesTried
-from lyapunov_prune.export.gguf import SUFFIX
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import Decoder, runs_model
 from lyapunov_prune.models.ggml import WIDE
-from lyapunov_prune.models.gguf import gguf_file
+from lyapunov_prune.models.gguf import SUFFIX, gguf_file
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.launched import from_each
 from lyapunov_prune.models.plain import Plain

@@ -44,7 +44,8 @@ def prune_files(
     """Prune the files of `model` by the layers that are named, or by the plan `given`, and say what was written."""
     from lyapunov_prune.checkpoints.outline import read_outline
     from lyapunov_prune.export.copied import prune_on_disk
-    from lyapunov_prune.export.gguf import gguf_identity, prune_gguf
+    from lyapunov_prune.export.gguf import prune_gguf
+    from lyapunov_prune.export.gguf_original import gguf_identity
     from lyapunov_prune.export.quantised_copy import (
         plan_for_quantised,
         prune_quantised,

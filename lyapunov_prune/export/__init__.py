@@ -3,8 +3,8 @@
 - `formats/`: one file a format; `table` lists them by name; `format`: what each is;
 - `pruned`: a plan carried out, proven and written; `copied`: layers removed file by file, without loading the model,
   with `disk_gate`; `quantised_copy`: layers removed from a quantised checkpoint, by its bytes;
-- `gguf`: layers removed from a GGUF file into another, which `llama_cpp` holds against the model;
-  `gguf_whole`: a model in memory as one; `exported`: what that says;
+- `gguf`: layers removed from a GGUF file into another, with `gguf_gate`, and `llama_cpp`, which holds it against the
+  model; `gguf_original`: the file to begin with; `gguf_whole`: a model in memory as one; `exported`: what that says;
 - `streamed`: a compressed model larger than memory, a layer read, compressed and written at a time;
 - `compact`: attentions gone and feed-forward blocks merged, in a format of its own; `compact_gate`: its gate, and its
   folder, also of such a cut that no plan tells and of plain models made compact;

@@ -6,41 +6,28 @@ the remaining layers (`models.gguf_layers`) and says where the file came from.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from math import prod
 from pathlib import Path
 
 import torch
 
-from lyapunov_prune.checkpoints.outline import read_outline
-from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, changed_setting
+from lyapunov_prune.checkpoints.reloading import RELOADED
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.disk_gate import KEYS, PLACED
+from lyapunov_prune.export.gguf_gate import file_reloads, keys_check, places_check
+from lyapunov_prune.export.gguf_original import Original, original_of, require_file, require_gguf
 from lyapunov_prune.export.llama_cpp import ENGINE, engine_checks
-from lyapunov_prune.forward.kept import KeptLogits
-from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
 from lyapunov_prune.mending.report import MendReport
-from lyapunov_prune.models.cache import BUILTIN, CacheEntry, builtin_place
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.gguf import (
-    DESCRIPTION_KEY,
-    HISTORY_KEY,
-    PROVENANCE_KEY,
-    read_gguf,
-    source_file,
-    stored_history,
-)
-from lyapunov_prune.models.gguf_copy import Anew, Piece, pieces_of, rewrite_text, same_bytes, write_pieces
-from lyapunov_prune.models.gguf_header import Header, Value, read_header, text
-from lyapunov_prune.models.gguf_layers import full_attention, values_without
+from lyapunov_prune.models.gguf import DESCRIPTION_KEY, HISTORY_KEY, PROVENANCE_KEY, stored_history
+from lyapunov_prune.models.gguf_copy import Anew, pieces_of, rewrite_text, write_pieces
+from lyapunov_prune.models.gguf_header import read_header, text
+from lyapunov_prune.models.gguf_layers import values_without
 from lyapunov_prune.models.gguf_tensors import rounded
-from lyapunov_prune.models.kinds import LayerKinds
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import warn
 from lyapunov_prune.pruning.alone import RoundedAlone
@@ -51,67 +38,12 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal import removal_gate
 from lyapunov_prune.pruning.surgery import Operation
-from lyapunov_prune.results.files import flushing, require_disk, require_empty, whole_file
+from lyapunov_prune.results.files import flushing, require_disk, whole_file
 from lyapunov_prune.results.history import History, Step, history_of
-from lyapunov_prune.results.result import ModelIdentity, Result, versions
+from lyapunov_prune.results.result import Result, versions
 from lyapunov_prune.results.worth import Worth
 
-SUFFIX = ".gguf"
 _ROOM = 8192  # bytes reserved for the results of the file's checks
-
-
-def require_gguf(name: str, plan: PruningPlan) -> Header:
-    """The header of the file that the model `name` was read from.
-
-    Raises LyapunovPruneError for a model of another kind of file, and a plan that llama.cpp's header cannot express.
-    """
-    header = read_header(source_file(name))
-    if plan.drops_parts or header.layers != plan.model.num_layers:
-        raise LyapunovPruneError(
-            f"the GGUF file of {name} has {header.layers} layers and can lose whole ones only; this plan is for "
-            f"{plan.model.num_layers}{' and drops parts of them' * plan.drops_parts}; give --layers, or export a folder"
-        )
-    values_without(header, plan.kept)
-    return header
-
-
-def require_file(target: str | Path) -> None:
-    """Raise LyapunovPruneError unless a GGUF file can be written to `target`."""
-    if not str(target).endswith(SUFFIX):
-        raise LyapunovPruneError(f"{target} is not the name of a GGUF file; end --output in {SUFFIX}")
-    require_empty(target, folder=False)
-
-
-def gguf_identity(name: str, *, planned: bool) -> ModelIdentity:
-    """Which model the GGUF file of `name` holds, from its header; for a plan by its weights.
-
-    The weights are known if the file was dequantised before, as ranking does; raises LyapunovPruneError if it was not.
-    """
-    source = source_file(name)
-    if planned:
-        folder = builtin_place() if name == BUILTIN else CacheEntry(source).folder
-        if not (folder / "config.json").is_file():
-            raise LyapunovPruneError(
-                f"a plan names its model by dequantised weights, and those of {name} are not in the cache; give "
-                "--layers, or leave out --device disk"
-            )
-        return read_outline(folder, name).identity
-    header = read_header(source)
-    shapes = sorted((tensor.name, tensor.dims) for tensor in header.tensors)
-    return ModelIdentity(
-        name=name,
-        model_type=header.architecture,
-        num_layers=header.layers,
-        parameters=sum(prod(dims) for _, dims in shapes),
-        architecture=hashlib.sha256(repr(shapes).encode()).hexdigest(),
-        weights={},
-    )
-
-
-def gguf_period(name: str) -> int:
-    """After how many layers windows repeat in the GGUF file of `name`; 1 if layers are alike or nothing repeats."""
-    full = full_attention(read_header(source_file(name))) or (True,)
-    return LayerKinds(tuple(map(int, full))).period or 1
 
 
 def prune_gguf(name: str, plan: PruningPlan, target: str | Path) -> Provenance:
@@ -126,31 +58,6 @@ def prune_gguf(name: str, plan: PruningPlan, target: str | Path) -> Provenance:
     written = _written(target, original, {}, history, provenance, {})
     assert written is not None
     return written
-
-
-@dataclass(frozen=True, eq=False)
-class Original:
-    """The GGUF file from which another is made, with only the layers `kept`.
-
-    `before` holds the tensors of its model under the names that they have without the other layers.
-    """
-
-    header: Header
-    kept: tuple[int, ...]
-    before: Mapping[str, torch.Tensor]
-
-
-def original_of(decoder: Decoder, plan: PruningPlan | None = None) -> Original:
-    """The file that `decoder` was read from, without the layers of `plan`.
-
-    Raises LyapunovPruneError for a model of another kind of file, and a plan that llama.cpp's header cannot express.
-    """
-    name, before = decoder.model.config._name_or_path, decoder.model.state_dict()
-    if plan is None:
-        header = read_header(source_file(name))
-        return Original(header, tuple(range(header.layers)), before)
-    header, stays = require_gguf(name, plan), {own: decoder.structure.renamed(own, plan.kept) for own in before}
-    return Original(header, plan.kept, {new: before[own] for own, new in stays.items() if new is not None})
 
 
 @in_eval_mode
@@ -224,8 +131,8 @@ def _written(
         places = write_pieces(file, values, pieces, header.alignment)
         read = cache(read_header)
         every: dict[str, OnFiles] = {
-            KEYS: lambda file: _keys_check(read(file), values),
-            PLACED: lambda file: _places_check(original, read(file), anew),
+            KEYS: lambda file: keys_check(read(file), values),
+            PLACED: lambda file: places_check(original, read(file), anew),
             **checks,
         }
         with flushing(file):
@@ -264,39 +171,3 @@ def _anew(original: Original, made: Decoder) -> dict[str, Anew]:
         told += f"; the rows of {other} of them are no whole blocks of the type that they had"
     warn(f"{len(stored)} tensors changed and are written again: {told}; the others are copied byte for byte")
     return {each.name: each.anew for each in stored}
-
-
-def file_reloads(made: Decoder, file: Path, within: float = 1e-12) -> GateCheck:
-    """Whether `file`, read like any GGUF file, is the model `made`; float settings may differ by up to `within`."""
-    model = made.model
-    again = read_gguf(file, {"dtype": model.dtype, "device_map": str(model.device)})
-    limit, wrong = SAME_LIMIT[model.dtype], changed_setting(made.layers, again.layers, within)
-    if wrong:
-        return GateCheck(RELOADED, False, float("inf"), limit, wrong)
-    inputs = sample_inputs(again, None)  # the context in the file may be shorter
-    worst = KeptLogits(again, inputs).deviation(KeptLogits(made, inputs))
-    return GateCheck(RELOADED, worst <= limit, worst, limit, "logits of what is read from the file")
-
-
-def _keys_check(written: Header, values: Mapping[str, Value]) -> GateCheck:
-    wrong = [key for key in values.keys() | written.values.keys() if written.values.get(key) != values.get(key)]
-    detail = f"{min(wrong)} is not what was written" if wrong else f"{len(values)} keys, {written.layers} layers"
-    return GateCheck(KEYS, not wrong, len(wrong), 0.0, detail)
-
-
-def _places_check(original: Original, written: Header, anew: Mapping[str, Anew]) -> GateCheck:
-    """Whether every written tensor holds the bytes of its layer in the original, and none is missing."""
-    was, kept = {tensor.name: tensor for tensor in original.header.tensors}, original.kept
-    stay = {name for name, tensor in was.items() if tensor.layer is None or tensor.layer in kept}
-    wrong, found = [], set()
-    for tensor in written.tensors:
-        name = tensor.name if tensor.layer is None else tensor.named_in(kept[tensor.layer])
-        found.add(name)
-        if name not in stay or not same_bytes(Piece(tensor.name, was[name], anew.get(tensor.name)), tensor):
-            wrong.append(tensor.name)
-    if wrong or found != stay:
-        lacks = min(wrong or stay - found)
-        return GateCheck(PLACED, False, len(wrong), 0.0, f"{lacks} does not hold the bytes of the original")
-    went = 1 - sum(was[name].size for name in stay) / sum(tensor.size for tensor in was.values())
-    detail = f"{len(stay) - len(anew)} tensors byte for byte, {len(anew)} written anew; {went:.0%} of all bytes removed"
-    return GateCheck(PLACED, True, 0.0, 0.0, detail)

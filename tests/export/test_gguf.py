@@ -19,7 +19,8 @@ from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.llama_cpp import ask, installed
 from lyapunov_prune.export import gguf as exported
 from lyapunov_prune.export import llama_cpp
-from lyapunov_prune.export.gguf import gguf_identity, original_of, prune_gguf, save_changed
+from lyapunov_prune.export.gguf import prune_gguf, save_changed
+from lyapunov_prune.export.gguf_original import gguf_identity, original_of
 from lyapunov_prune.export.llama_cpp import ENGINE
 from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.healing.report import Healing

@@ -123,6 +123,7 @@ def test_modules_stand_in_a_layer_inside_the_block_alone() -> None:
     [
         ("bloom", 3, "returns more than what is added"),
         ("gemma4_text", 5, "reads more than the state"),
+        ("inkling_text", 3, "read the cache"),
         ("longcat_flash", 3, "16 entries for 8 layers"),
         ("minimax", 3, "MiniMaxCache"),
         ("nemotron_h", 3, "no module of layer 3 mixes"),

@@ -157,7 +157,7 @@ def _pair(model: str, teacher: str, inputs: Inputs, provenance: Provenance | Non
 
 def _original(loaded: Decoder, dense: Decoder, own: bool, provenance: Provenance | None) -> Any:
     """The GGUF file that the healed one is made of: that of the pruned model, or the dense one without the layers."""
-    from lyapunov_prune.export.gguf import original_of
+    from lyapunov_prune.export.gguf_original import original_of
 
     return original_of(loaded) if own or provenance is None else original_of(dense, provenance.plan)
 

@@ -123,7 +123,7 @@ def _prune_in_memory(
     # Imported here, because files are pruned in less memory than this takes.
     from lyapunov_prune.budget.alone import rounded_alone
     from lyapunov_prune.data.sources import SELF
-    from lyapunov_prune.export.gguf import gguf_period
+    from lyapunov_prune.export.gguf_original import gguf_period
     from lyapunov_prune.export.pruned import write_pruned
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_weights

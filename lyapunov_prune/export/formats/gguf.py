@@ -29,7 +29,7 @@ class GGUF(Plain):
     quantize: Quantisation | None = None
 
     def require_target(self, target: Path) -> None:
-        from lyapunov_prune.export.gguf import require_file
+        from lyapunov_prune.export.gguf_original import require_file
 
         require_file(target)
 
@@ -40,7 +40,7 @@ class GGUF(Plain):
         self.require_target(target)
 
     def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
-        from lyapunov_prune.export.gguf import require_gguf
+        from lyapunov_prune.export.gguf_original import require_gguf
 
         require_gguf(decoder.model.config._name_or_path, plan)
 
