@@ -19,7 +19,7 @@ from lyapunov_prune.evaluation import harness_tasks
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.evaluation.tasks import evaluate_tasks, halves, load_tasks
-from lyapunov_prune.forward.reading import read
+from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.shrinking import healing as healing_module
 from lyapunov_prune.shrinking import request as request_module
@@ -47,16 +47,16 @@ def chooser(reader: PreTrainedModel) -> Chooser:
 class Counted:
     """A chooser whose choices are numbers."""
 
-    model: PreTrainedModel
+    reading: Reading
 
     def choose(self, count: int) -> Any:
         return count
 
 
 @pytest.mark.parametrize(("allowed", "count"), [(0.1, 1), (0.35, 3), (0.5, 5), (9.0, LAYERS - 1)])
-def test_the_most_layers_within_the_target(allowed: float, count: int, reader: PreTrainedModel) -> None:
-    chooser: Any = Counted(reader)
-    found, loss = largest(Target("max_kl", allowed), chooser, lambda choice: choice / 10)  # type: ignore[arg-type,operator]
+def test_the_most_layers_within_the_target(allowed: float, count: int, chooser: Chooser) -> None:
+    counted: Any = Counted(chooser.reading)
+    found, loss = largest(Target("max_kl", allowed), counted, lambda choice: choice / 10)  # type: ignore[arg-type,operator]
     assert found == count
     assert loss == count / 10
 
@@ -69,7 +69,7 @@ def test_one_layer_too_many_says_what_it_costs(reader: PreTrainedModel, chooser:
 @torch.no_grad()
 def test_the_worsening_is_that_of_the_model_that_is_cut(reader: PreTrainedModel, chooser: Chooser) -> None:
     choice, worsening = chooser.choose(2), Worsening(reader)
-    checking = apart(read(wrap(reader), chooser.batch), of=2, most=None)[1].batch
+    checking = apart(chooser.reading, of=2, most=None)[1].batch
     smaller = operated(reader, choice.plan, mends=choice.mends)
     expected = perplexity(smaller, checking).ratio_to(perplexity(reader, checking))
     assert worsening(choice) == pytest.approx(expected.high, rel=1e-4)
@@ -88,7 +88,7 @@ def test_nothing_that_costs_little_is_a_failed_check(reader: PreTrainedModel, ch
 def test_the_divergence_is_that_of_the_model_that_is_cut(reader: PreTrainedModel, chooser: Chooser) -> None:
     choice = chooser.choose(2)
     smaller = operated(reader, choice.plan, mends=choice.mends)
-    checking = apart(read(wrap(reader), chooser.batch), of=2, most=None)[1].batch.ids
+    checking = apart(chooser.reading, of=2, most=None)[1].batch.ids
     p, q = (m(checking).logits[:, :-1].double().log_softmax(-1) for m in (reader, smaller))
     expected = float((p.exp() * (p - q)).sum(-1).mean())
     assert divergence(reader, chooser, choice) == pytest.approx(expected, rel=1e-4)
@@ -100,7 +100,7 @@ def test_the_search_s_own_maps_are_taken(chooser: Chooser, monkeypatch: pytest.M
 
     choice = chooser.choose(2)
     assert choice.report is not None
-    mends, report = judged_mends(chooser.model, choice.plan.remove, chooser.batch, chooser.judge)
+    mends, report = judged_mends(chooser.reading.decoder, choice.plan.remove, chooser.reading.batch, chooser.judge)
     assert len(mends) == len(choice.mends)
     for mine, theirs in zip(choice.mends, mends, strict=True):
         assert torch.equal(mine.map.E, theirs.map.E)
