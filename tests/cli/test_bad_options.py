@@ -95,13 +95,11 @@ def test_a_bad_choice_of_layers(choice: list[str], message: str, run_bad: Callab
     assert message in run_bad("prune", "tiny", "-o", "out", *choice, *TEXT)
 
 
-@pytest.mark.parametrize("choice", [["--remove", "6"], ["--remove", "0"], ["--criterion", "good"]], ids=" ".join)
-@pytest.mark.parametrize("source", [["tiny"], ["run/profile.json"]], ids=["model", "profile"])
-def test_a_bad_choice_when_ranking(
-    choice: list[str], source: list[str], run: Callable[..., Done], run_bad: Callable[..., str]
-) -> None:
+def test_a_bad_choice_when_ranking(run: Callable[..., Done], run_bad: Callable[..., str]) -> None:
     run("profile", "tiny", "-o", "run", *QUICK)
-    run_bad("rank", *source, *TEXT, *choice)
+    for source in ("tiny", "run/profile.json"):
+        for choice in (["--remove", "6"], ["--remove", "0"], ["--criterion", "good"]):
+            run_bad("rank", source, *TEXT, *choice)
 
 
 def test_empty_names_and_texts_are_named_as_such(run_bad: Callable[..., str], checkpoint: Path) -> None:

@@ -31,6 +31,7 @@ from lyapunov_prune.ranking.measured import rank_layers
 from lyapunov_prune.report import page
 from lyapunov_prune.results.result import Result
 
+pytestmark = pytest.mark.usefixtures("drawn")
 EXAMPLES = int(os.environ.get("LYAPUNOV_PRUNE_EXAMPLES", "20"))
 drawn = settings(
     max_examples=EXAMPLES,

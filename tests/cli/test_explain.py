@@ -32,6 +32,7 @@ def explained(run: Any, *arguments: str) -> Explanation:
     return found
 
 
+@pytest.mark.usefixtures("drawn")
 def test_what_compress_packed_is_explained(run: Any) -> None:
     packed = ["--method", "rtn", "--bits", "4", "--format", "packed"]
     assert run("compress", "tiny", *packed, "-o", "packed").code == 0

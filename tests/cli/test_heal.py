@@ -26,8 +26,8 @@ TEXT = ("--tokens", "128", "--context", "16")  # eight windows, of which four ju
 
 
 @pytest.mark.usefixtures("healing_kept")
-def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
-    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any, pruned: Any) -> None:
+    pruned("1,3")
     done = run(
         "heal",
         "out",
@@ -52,9 +52,11 @@ def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
     assert "--teacher" in run("heal", "tiny", "-o", "again", "--steps", "1", *TEXT).err
 
 
-def test_where_nothing_beats_the_pruned_model_nothing_is_written(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_beats_the_pruned_model_nothing_is_written(
+    run: Any, pruned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Healing, "kept", -1)
-    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+    pruned("1,3")
     heal = ("heal", "out", "-o", "healed", "--teacher", "tiny", "--minutes", "0.01", *TEXT)
     for more in ((), ("--update-rank", "2")):
         done = run(*heal, *more)
@@ -66,8 +68,8 @@ def test_where_nothing_beats_the_pruned_model_nothing_is_written(run: Any, monke
 
 
 @pytest.mark.usefixtures("healing_kept")
-def test_half_precision_is_healed_by_updates_of_low_rank(run: Any, run_bad: Any) -> None:
-    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+def test_half_precision_is_healed_by_updates_of_low_rank(run: Any, pruned: Any, run_bad: Any) -> None:
+    pruned("1,3")
     heal = ("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "2", "--dtype", "bfloat16", *TEXT)
     assert "--update-rank" in run_bad(*heal)
     done = run(*heal, "--update-rank", "2", "--checkpointing")
@@ -83,9 +85,9 @@ def test_layers_are_shared_out_by_several_processes_only(run_bad: Any, monkeypat
 
 
 def test_a_strangers_provenance_does_not_choose_what_is_loaded(
-    run: Any, run_bad: Any, monkeypatch: pytest.MonkeyPatch
+    run: Any, pruned: Any, run_bad: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT)
+    pruned("1,3")
     made = Path("out/provenance.json")
     content = json.loads(made.read_text())
     for source in ("tiny", "someone/large", "/etc", "\x1b[2J\nerror: no"):
@@ -97,16 +99,16 @@ def test_a_strangers_provenance_does_not_choose_what_is_loaded(
 
 
 @pytest.mark.usefixtures("healing_kept")
-def test_the_built_in_model_teaches_without_being_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT)
+def test_the_built_in_model_teaches_without_being_named(run: Any, pruned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pruned("1,3")
     made = Path("out/provenance.json")
     made.write_text(json.dumps(json.loads(made.read_text()) | {"source": loading.BUILTIN}))
     monkeypatch.setattr(loading, "builtin_folder", lambda: Path("tiny"))
     assert run("heal", "out", "-o", "healed", "--steps", "1", *TEXT).code == 0
 
 
-def test_a_teacher_of_other_weights_than_those_pruned_is_refused(run: Any, run_bad: Any) -> None:
-    run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT)
+def test_a_teacher_of_other_weights_than_those_pruned_is_refused(run: Any, pruned: Any, run_bad: Any) -> None:
+    pruned("1,3")
     shutil.copytree("tiny", "tuned")
     weights = load_file("tuned/model.safetensors")
     weights["model.layers.4.mlp.up_proj.weight"][3, 3] += 0.01
@@ -135,8 +137,8 @@ def test_models_that_read_text_otherwise_are_not_compared(run: Any, run_bad: Any
 
 
 @pytest.mark.usefixtures("healing_kept")
-def test_a_pruned_model_learns_from_what_the_dense_one_writes(run: Any) -> None:
-    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+def test_a_pruned_model_learns_from_what_the_dense_one_writes(run: Any, pruned: Any) -> None:
+    pruned("1,3")
     done = run("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "2", *TEXT)
     assert done.code == 0, done.err
     report = Healing.load("healed/healing.json")
@@ -150,8 +152,11 @@ def test_a_healed_model_is_scored_as_eval_scores_it(run: Any) -> None:
     config = json.loads(Path("tiny/config.json").read_text())
     Path("tiny/config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
-    heal = ("heal", "out", "--teacher", "tiny", "--steps", "2", "--tokens", "2048")
-    for more, learnt, scored in ([], 256, 512), (["--context", "128"], 128, 128):
+    heal = ("heal", "out", "--teacher", "tiny", "--steps", "2")
+    for more, learnt, scored in (
+        (["--tokens", "2048"], 256, 512),
+        (["--tokens", "1024", "--context", "128"], 128, 128),
+    ):
         assert run(*heal, *more, "-o", f"healed-{scored}").code == 0
         report = Healing.load(f"healed-{scored}/healing.json")
         assert report.held_out is not None
@@ -159,9 +164,9 @@ def test_a_healed_model_is_scored_as_eval_scores_it(run: Any) -> None:
 
 
 @pytest.mark.usefixtures("healing_kept")
-def test_two_ways_to_heal_one_model_run_side_by_side(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ways_to_heal_one_model_run_side_by_side(run: Any, pruned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each begins where the other has a state, and is killed: each goes on from its own."""
-    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+    pruned("1,3")
     heal = ("heal", "out", "--teacher", "tiny", "--update-rank", "2", *TEXT)
     take_step = Distillation.take_step
 
@@ -187,9 +192,9 @@ def test_two_ways_to_heal_one_model_run_side_by_side(run: Any, monkeypatch: pyte
 
 
 def test_heal_looks_at_the_disk_before_it_trains(
-    run: Any, run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    run: Any, pruned: Any, run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+    pruned("1,3")
     heal = ("heal", "out", "--teacher", "tiny", "--steps", "2", "-o", "healed", *TEXT)
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**5))
@@ -198,8 +203,10 @@ def test_heal_looks_at_the_disk_before_it_trains(
 
 
 @pytest.mark.usefixtures("healing_kept")
-def test_a_full_disk_leaves_what_was_trained_and_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+def test_a_full_disk_leaves_what_was_trained_and_says_so(
+    run: Any, pruned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pruned("1,3")
     heal = ("heal", "out", "--teacher", "tiny", "--steps", "2", "-o", "healed", *TEXT)
     with monkeypatch.context() as patch:
         patch.setattr(PreTrainedModel, "save_pretrained", disk_full)

@@ -19,7 +19,7 @@ from lyapunov_prune.predictions.hierarchy_probe import HierarchyProbe
 from lyapunov_prune.predictions.verdict import Verdict
 
 
-def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
+def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any, pruned: Any) -> None:
     few = ["--tokens", "32", "--context", "16", "--new-tokens", "3"]
     assert run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded").code == 0
     Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 2)
@@ -40,7 +40,7 @@ def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
     assert run("hierarchy", "tiny", *few).code == 0
     dropped = HierarchyProbe.load("runs/tiny/hierarchy.json")
     assert rounded.kl.mean() < dropped.kl.mean()
-    assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
+    pruned("1")
     done = run("hierarchy", "tiny", "out", *few)
     assert done.code == 0
     assert "left out by themselves" in done.out
@@ -48,7 +48,7 @@ def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
 
 
 def test_hierarchy_refuses_what_was_not_made_from_the_dense_model(
-    run: Any, run_bad: Any, checkpoint: Path, tokenizer: PreTrainedTokenizerFast
+    run: Any, pruned: Any, run_bad: Any, checkpoint: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     few = ["--tokens", "32", "--context", "16", "--new-tokens", "1"]
     for name, changes, told in (
@@ -60,7 +60,7 @@ def test_hierarchy_refuses_what_was_not_made_from_the_dense_model(
         assert told in run_bad("hierarchy", "tiny", "other", *few)
         shutil.rmtree("other")
     saved(make_tiny("llama", seed=1, vocab_size=len(VOCABULARY)), tokenizer, checkpoint.parent / "stranger")
-    assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
+    pruned("1")
     assert run("prune", "out", "--layers", "1", "-o", "twice", *TEXT).code == 0
     told = run_bad("hierarchy", "stranger", "out", *few)
     assert "'tiny' (out/provenance.json)" in told
@@ -84,12 +84,13 @@ def test_hierarchy_decodes_each_text_once_and_by_the_batch(run: Any, monkeypatch
     assert Counter(walks) == {("tiny", 1): 8, ("rounded", 1): 8}  # four prompts, twice
 
 
-def test_hierarchy_gives_a_verdict_by_kind_of_task(run: Any) -> None:
+@pytest.mark.usefixtures("drawn")
+def test_hierarchy_gives_a_verdict_by_kind_of_task(run: Any, pruned: Any) -> None:
     Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 2)
     few = ["--tokens", "32", "--context", "16", "--new-tokens", "3"]
     asked = ["--choices", "items.jsonl", *few]
     assert "--choices compares two models" in run("hierarchy", "tiny", "--choices", "items.jsonl").err
-    assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
+    pruned("1")
     done = run("hierarchy", "tiny", "out", *asked)
     assert done.code == 0
     found = Verdict.load("runs/tiny/verdict.json")

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.cli.app import main
 from lyapunov_prune.pruning.plan import PruningPlan
 
+pytestmark = pytest.mark.usefixtures("drawn")
 PRUNE = ["prune", "tiny", "--layers", "1", "-o", "out", *TEXT]
 DEEP = "[" * 100_000 + "]" * 100_000
 

@@ -70,9 +70,9 @@ def test_an_interruption_is_exit_code_130(run: Callable[..., Done], monkeypatch:
 
 
 def test_a_second_run_of_one_training_is_refused_before_it_writes_its_text(
-    run: Any, run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    run: Any, run_bad: Callable[..., str], pruned: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
+    pruned("1")
     heal = ("heal", "out", "--teacher", "tiny", "-o", "healed", "--steps", "1", "--tokens", "256", "--context", "32")
     written = own_text.continued
 

@@ -37,6 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_checkpoint_with_its_decision_and_its_report(run: Callable[..., Done]) -> None:
     done = run(*JOINT, "--remove", "17%", *TEXT)  # of 12
     assert (done.code, done.err) == (0, "")
@@ -74,7 +75,7 @@ def test_a_checkpoint_with_its_decision_and_its_report(run: Callable[..., Done])
 @pytest.mark.usefixtures("healing_kept")
 def test_every_command_takes_what_comes_out(run: Callable[..., Done]) -> None:
     """As what `prune --what attention` writes: it says what it was made from, and heals by that alone."""
-    assert run(*JOINT, "--remove", "2", *TEXT).code == 0
+    assert run(*JOINT, "--remove", "1", *TEXT).code == 0
     provenance = Provenance.load("out/provenance.json")
     assert provenance.plan.to_json() == PruningPlan.load("out/plan.json").to_json()
     assert (provenance.source, provenance.format, provenance.gate.passed) == ("tiny", "compact", True)
@@ -95,10 +96,10 @@ def test_every_command_takes_what_comes_out(run: Callable[..., Done]) -> None:
 
 
 def test_interrupted_it_goes_on_to_the_same_decision(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(*JOINT, "--remove", "2", *TEXT).code == 0
+    assert run(*JOINT, "--remove", "1", *TEXT).code == 0
     Path("out").rename("whole")
     take_step = Distillation.take_step
-    left = [5]
+    left = [2]
 
     def interrupt(self: Distillation, inputs: torch.Tensor, rate: float) -> None:
         if not left[0]:
@@ -108,9 +109,9 @@ def test_interrupted_it_goes_on_to_the_same_decision(run: Callable[..., Done], m
 
     with monkeypatch.context() as patch:
         patch.setattr(Distillation, "take_step", interrupt)
-        assert run(*JOINT, "--remove", "2", *TEXT).code == 130
+        assert run(*JOINT, "--remove", "1", *TEXT).code == 130
     assert not Path("out").exists()
-    assert run(*JOINT, "--remove", "2", *TEXT).code == 0
+    assert run(*JOINT, "--remove", "1", *TEXT).code == 0
     decisions = [json.loads(Path(folder, "joint.json").read_text())["decision"] for folder in ("out", "whole")]
     assert decisions[0] == decisions[1]
     assert Path("out/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()

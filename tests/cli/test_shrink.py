@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Done, time_briefly
+from helpers import Done, judge_briefly
 from safetensors.torch import load_file
 
 from lyapunov_prune.cli.app import main
@@ -38,7 +38,8 @@ SMALL = ["--tokens", f"{32 * 24}", "--context", "24"]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(healing_module, "STEPS", 3)
-    time_briefly(monkeypatch)
+    monkeypatch.setattr(texts, "EVALUATED", 512)
+    judge_briefly(monkeypatch, context=24)
 
 
 @pytest.mark.parametrize("text", [[], ["--text", "builtin"]], ids=["self", "builtin"])
@@ -72,15 +73,11 @@ def test_the_commands_by_hand_make_the_same_model(
     assert all(words in card for words in ("of the kind that it", "of a kind that no step has seen"))
 
 
-def test_the_cost_is_said_on_stderr(run: Callable[..., Done]) -> None:
+def test_the_cost_is_said_and_report_prints_every_set_that_was_tried(run: Callable[..., Done]) -> None:
     done = run("shrink", "tiny", "--remove", "2", "-o", "out", *SMALL)
     assert json.loads(Path("out/shrink.json").read_text())["folder"] == "out"
     assert "GB of disk" in done.err
     assert Path("out/report.html").is_file()
-
-
-def test_report_prints_every_set_that_was_tried(run: Callable[..., Done]) -> None:
-    assert run("shrink", "tiny", "--remove", "2", "-o", "out", "--text", "builtin", *SMALL).code == 0
     done = run("report", "out/best.json")
     assert done.code == 0, done.err
     assert all(line in done.out for line in table_text(BestRemoval.load("out/best.json").summary()).splitlines())
