@@ -43,10 +43,7 @@ def test_to_ask_whether_layers_can_go_changes_no_weight(entry: str) -> None:
     assert identify(model) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "mend"),
-    [("jamba", False), ("beam", False), ("minimax", False), ("gpt_neox_japanese", False), ("jamba", True)],
-)
+@pytest.mark.parametrize(("name", "mend"), [("beam", False), ("jamba", True)])
 def test_best_tries_only_sets_that_can_go(name: str, mend: bool) -> None:
     model, ids = make_zoo(name), torch.randint(3, 90, (8, 16), generator=torch.Generator().manual_seed(0))
     found = best_removal(model, ids, 2, mend=mend, judge=ids.flip(0) if mend else None)

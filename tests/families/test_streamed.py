@@ -75,6 +75,8 @@ def test_every_decoder_is_streamed_as_in_memory_or_refused(
     ids = torch.randint(3, 97, (3, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert deviation(*(m(ids, use_cache=False).logits for m in (streamed, whole))) <= 10 * SAME_LIMIT[whole.dtype]
+    if name in ALIKE:  # the states of its layers are compared in the family that has the same
+        return
     try:
         wanted = lp.block_influence(whole, ids).influence
     except LyapunovPruneError as error:

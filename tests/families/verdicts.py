@@ -73,7 +73,7 @@ class Row(TypedDict):
     features: dict[str, str]
 
 
-def judge(name: str, sets: Iterable[str] = tuple(REMOVALS), measured: bool = True) -> Row:
+def judge(name: str, sets: Iterable[str] = tuple(REMOVALS), measured: bool = True, controlled: bool = True) -> Row:
     """Build the family, run its intact control, and put it through the removals of `sets` and the measurements."""
     row = Row(
         model_class=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type_of(name)],
@@ -88,7 +88,8 @@ def judge(name: str, sets: Iterable[str] = tuple(REMOVALS), measured: bool = Tru
     except Exception as error:
         row["control"] = f"cannot be built: {_line(error)}"
         return row
-    row["control"] = _control(model)
+    if controlled:
+        row["control"] = _control(model)
     if row["control"] == YES:
         row["removals"] = {label: _removal(model, REMOVALS[label]) for label in sets}
         if measured:
