@@ -310,7 +310,7 @@ def test_bad_settings_are_refused(few: torch.Tensor) -> None:
 # Real sizes.
 
 
-def train_gpt2(steps: int = 60) -> tuple[PreTrainedModel, torch.Tensor, float, float]:
+def train_gpt2(steps: int = 40) -> tuple[PreTrainedModel, torch.Tensor, float, float]:
     """A byte-level GPT-2 trained on the built-in text from nothing; with its first and last loss."""
     from lyapunov_prune.data.text import _builtin
 
@@ -379,8 +379,8 @@ def test_gpt2_trained_from_nothing() -> None:
 def test_gpt2_small_468_matrices_by_30_settings(real: bool) -> None:
     """14,040 checks, no violation.
 
-    The random model has the layers and heads of GPT-2 small at an eighth of its width, and its layers repeat the
-    weights of the first, whose norms are shared.
+    The random model has the heads of GPT-2 small at an eighth of its width, and four of its twelve layers, which
+    repeat the weights of the first, whose norms are shared.
     """
     if real:
         folder = os.environ.get("LYAPUNOV_PRUNE_GPT2")
@@ -390,12 +390,12 @@ def test_gpt2_small_468_matrices_by_30_settings(real: bool) -> None:
             pytest.skip("gpt2 is not in the hub cache and LYAPUNOV_PRUNE_GPT2 names no folder with it")
     else:
         torch.manual_seed(0)
-        model = repeating(GPT2LMHeadModel(GPT2Config(n_embd=96, vocab_size=500)).eval(), 1)
+        model = repeating(GPT2LMHeadModel(GPT2Config(n_embd=96, n_layer=4, vocab_size=500)).eval(), 1)
     tokens = 64 if real else 16  # random weights are as near to a bound on few
     ids = torch.randint(500, (1, tokens), generator=torch.Generator().manual_seed(0))
     report = check_grid(model, ids)
-    assert len(report.names) == 468
-    assert report.checks == 14_040
+    assert len(report.names) == model.config.n_layer * 39
+    assert report.checks == 30 * len(report.names)
     assert report.passed, str(report)
 
 

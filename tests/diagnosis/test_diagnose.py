@@ -50,23 +50,26 @@ def test_an_honest_file_raises_no_alarm(family: str) -> None:
     model = tiny(family)
     part = ("proj",) if family in ("phi3", "gpt2") else ("q_proj", "v_proj")
     learnt, adapted = trained(model), with_adapters(model, 0.1, part)
-    honest: dict[str, PreTrainedModel] = {
-        "4 bits": rounded(model),
-        "8 bits": rounded(model, "Q8_0"),
-        "4 bits on another grid": rounded(model, "IQ4_NL"),
-        "bfloat16": rounded(model, "BF16"),
-        "healed": rounded(learnt),
-        "its upper layers trained": trained(model, r"\.[34]\."),
-        "adapters merged": rounded(adapted),
-        "merged": averaged(model, [learnt, adapted]),
-        "pruned by magnitude": lp.compress(model, method="magnitude", sparsity=0.5).model,
-        "low rank": lp.compress(model, method="svd", rank=16).model,
-        "3 bits": lp.compress(model, method="rtn", bits=3).model,
-        "its masks learnt": changed(model, lambda W: W * (torch.rand_like(W) < 0.5)),
-        "clipped as by AWQ": rounded(changed(model, lambda W: W.clamp(*(s * 0.6 * W.abs().max() for s in (-1, 1))))),
+    honest: dict[str, Callable[[], PreTrainedModel]] = {
+        "4 bits": lambda: rounded(model),
+        "8 bits": lambda: rounded(model, "Q8_0"),
+        "4 bits on another grid": lambda: rounded(model, "IQ4_NL"),
+        "bfloat16": lambda: rounded(model, "BF16"),
+        "healed": lambda: rounded(learnt),
+        "its upper layers trained": lambda: trained(model, r"\.[34]\."),
+        "adapters merged": lambda: rounded(adapted),
+        "merged": lambda: averaged(model, [learnt, adapted]),
+        "pruned by magnitude": lambda: lp.compress(model, method="magnitude", sparsity=0.5).model,
+        "low rank": lambda: lp.compress(model, method="svd", rank=16).model,
+        "3 bits": lambda: lp.compress(model, method="rtn", bits=3).model,
+        "its masks learnt": lambda: changed(model, lambda W: W * (torch.rand_like(W) < 0.5)),
+        "clipped as by AWQ": lambda: rounded(
+            changed(model, lambda W: W.clamp(*(s * 0.6 * W.abs().max() for s in (-1, 1))))
+        ),
     }
-    for what, file in honest.items():
-        assert not diagnose(model, file, IDS).findings, what
+    # Each on every other family: half of the pairs try each file and each family.
+    for what, file in list(honest.items())[list(FAMILIES).index(family) % 2 :: 2]:
+        assert not diagnose(model, file(), IDS).findings, what
     if family != "gpt2":
         assert not diagnose(model, rounded(lp.remove_layers(model, [2])), IDS, kept=(0, 1, 3, 4)).findings
 

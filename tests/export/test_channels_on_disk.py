@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from lyapunov_prune.pruning.width import choose_channels
 # Plain, fused and transposed matrices; bare in the layer; experts with a tensor each, one tensor for all (in turn, one
 # below the other), and entries of no expert.
 MODELS: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("llama", "phi3", "gpt2", "opt"), make_tiny),
+    **dict.fromkeys(("llama", "phi3", "gpt2", "opt"), partial(make_tiny, num_hidden_layers=3)),
     **dict.fromkeys(("qwen3_moe", "gpt_oss"), make_mixture),
     **dict.fromkeys(("dbrx", "longcat_flash"), make_zoo),
 }

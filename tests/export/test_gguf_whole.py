@@ -26,15 +26,16 @@ from lyapunov_prune.models.gguf_header import Value, read_header
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.results.history import history_of
 
-# No windows but Gemma's.
+# No windows but Gemma's, whose layers come by periods.
+FEW = {"num_hidden_layers": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": None, "head_dim": 32},
-    "qwen2": {"use_sliding_window": False},
-    "qwen3": {"use_sliding_window": False, "head_dim": 128},
-    "gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256},
+    "llama": FEW,
+    "mistral": {**FEW, "sliding_window": None, "head_dim": 32},
+    "qwen2": {**FEW, "use_sliding_window": False},
+    "qwen3": {**FEW, "use_sliding_window": False, "head_dim": 128},
+    "gemma2": {**FEW, "head_dim": 256, "query_pre_attn_scalar": 256},
     "gemma3": {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window_pattern": 6},
-    "phi3": {"sliding_window": None, "tie_word_embeddings": True},
+    "phi3": {**FEW, "sliding_window": None, "tie_word_embeddings": True},
 }
 MIXED: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": None, "tie_word_embeddings": False},

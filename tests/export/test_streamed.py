@@ -99,7 +99,7 @@ def assert_same(folder: Path, whole: CompressionReport, apart: CompressionReport
 def test_every_kind_of_layer_is_compressed_as_in_memory(
     way: str, family: str, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    folder = saved(make_tiny(family), tokenizer, tmp_path / "tiny")
+    folder = saved(make_tiny(family, num_hidden_layers=3), tokenizer, tmp_path / "tiny")
     assert_same(folder, *both(folder, ids, **WAYS[way]))
     a, b = (load(tmp_path / name).model for name in ("whole", "apart"))
     with torch.no_grad():
@@ -243,7 +243,7 @@ ROUNDED: dict[str, Any] = {"method": "rtn", "bits": 4, "symmetric": True}
 def test_packed_files_hold_what_those_of_memory_do(
     name: str, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    folder = saved(make_tiny(name), tokenizer, tmp_path / "tiny")
+    folder = saved(make_tiny(name, num_hidden_layers=2), tokenizer, tmp_path / "tiny")
     for more in ({"bits": 4}, {"bits": 8, "group_size": 8}):
         how, whole, apart = ROUNDED | more, tmp_path / f"whole-{more['bits']}", tmp_path / f"apart-{more['bits']}"
         loaded = load(folder)
