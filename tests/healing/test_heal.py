@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import multiprocessing
 import re
@@ -41,10 +42,15 @@ def text_of(teacher: PreTrainedModel, windows: int = 32, context: int = 32, seed
     return self_generated(teacher, tokens=windows * context, context=context, seed=seed)
 
 
+@functools.cache
+def own_text(family: str, windows: int, seed: int) -> TokenBatch:
+    return text_of(pair(family)[1], windows, seed=seed)
+
+
 @pytest.fixture(scope="module")
 def written() -> TokenBatch:
     """By the dense model of `pair()`."""
-    return text_of(pair()[1])
+    return own_text("llama", 32, 5)
 
 
 @pytest.fixture
@@ -87,11 +93,11 @@ def test_a_healed_model_is_nearer_to_the_dense_one_and_a_plain_model(
     family: str, rank: int | None, ids: torch.Tensor, heldout: TokenBatch, tmp_path: Path
 ) -> None:
     student, teacher = pair(family)
-    text = text_of(teacher)
+    text = own_text(family, 32, 5)
     student.train()  # GPT-2's dropout must not be learnt
     student.lm_head.weight.requires_grad_(False)
     before, dense = weights(student), weights(teacher)
-    judge = text_of(teacher, 64, seed=6)
+    judge = own_text(family, 64, 6)
     how: dict[str, Any] = {"judge": judge, "evaluation": heldout, "batch_size": 64}
     out = heal(student, teacher, text, steps=12, rank=rank, learning_rate=2e-2, **how)
     model, report = out.model, out.report
@@ -230,8 +236,9 @@ def test_a_text_of_ones_own_judges_and_is_in_the_history(
             heal(student, teacher, learnt, **{"steps": 1, "evaluation": heldout, **changes})
 
 
-@pytest.mark.parametrize("rank", [None, 4])
-@pytest.mark.parametrize("rate", [None, 1e-3, 1e-1, 1.0, 30.0, 1e30])
+@pytest.mark.parametrize(
+    ("rate", "rank"), [(None, None), (None, 4), (1e-3, None), (1e-1, 4), (1.0, None), (30.0, 4), (1e30, None)]
+)
 def test_no_rate_gives_a_student_that_is_worse_on_what_judged(
     rate: float | None, rank: int | None, written: TokenBatch
 ) -> None:
@@ -384,6 +391,7 @@ def test_a_state_of_another_run_is_not_taken(ids: torch.Tensor, heldout: TokenBa
     other = [copy.deepcopy(m) for m in (student, teacher)]
     for model in other:
         model.model.layers[1].mlp.down_proj.weight.data[3, 3] += 1  # no weight that the identity samples
+    healed(student, teacher, ids)
     for arguments, changes in [
         ((other[0], teacher, ids), {}),
         ((student, other[1], ids), {}),
@@ -396,7 +404,6 @@ def test_a_state_of_another_run_is_not_taken(ids: torch.Tensor, heldout: TokenBa
         ((student, teacher, ids), {"minutes": 60.0}),
         ((student, teacher, ids), {"judge": heldout}),
     ]:
-        healed(student, teacher, ids)
         found = healed(*arguments, **changes)
         wanted = heal(*arguments, **{"steps": 1, "rank": 2, **changes})
         assert np.array_equal(found.report.losses, wanted.report.losses, equal_nan=True)
@@ -408,7 +415,7 @@ def test_a_state_of_another_run_is_not_taken(ids: torch.Tensor, heldout: TokenBa
 def test_half_precision_is_healed_by_float32_factors_beside_weights_that_are_not_copied(written: TokenBatch) -> None:
     student, teacher = (model.to(torch.bfloat16) for model in pair())
     before = weights(student)
-    judge = text_of(pair()[1], 64, seed=6)
+    judge = own_text("llama", 64, 6)
     done = heal(student, teacher, written, steps=30, rank=2, learning_rate=2e-2, judge=judge, batch_size=64)
     assert done.report.kept >= 0
     assert {p.dtype for p in done.model.parameters()} == {torch.bfloat16}
