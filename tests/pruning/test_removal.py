@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import MIXTURES, make_mixture, on_disk, operated
+from helpers import make_mixture, on_disk, operated
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import PruningPlan, remove_layers, verify_removal
@@ -125,7 +125,8 @@ def expert_plan(model: PreTrainedModel, *, remove: tuple[int, ...] = ()) -> Prun
     return PruningPlan.given(model, ExpertsGone(tuple(remove), {i: (0, 4 + i) for i in layers}))
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+# export/test_experts_on_disk.py writes every mixture through the same gate.
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "longcat_flash"])
 def test_a_mixture_without_some_experts_loads_in_plain_transformers(name: str, tmp_path: Path) -> None:
     model = make_mixture(name)
     plan = expert_plan(model)

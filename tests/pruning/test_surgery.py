@@ -20,8 +20,6 @@ from lyapunov_prune.pruning.surgery import share_memory
 
 # Two apart are removed in other dtypes below, and more sets from every decoder in families/test_families.py.
 REMOVALS = {
-    "one": [2],
-    "layer 0": [0],
     "all but the last": list(range(LAYERS - 1)),
     "all but the first": list(range(1, LAYERS)),
 }
