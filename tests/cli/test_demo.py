@@ -168,11 +168,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Decoder) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo_module, "load", lambda name: smollm2)
-        patch.setattr(demo_module, "PROFILED", 256)
-        patch.setattr(demo_module, "SEARCH", 4.0)
+        patch.setattr(demo_module, "PROFILED", 128)
+        patch.setattr(demo_module, "SEARCH", 2.0)
         patch.setattr(demo_module, "STEPS", 2)
         patch.setattr(training_state, "SECONDS", math.inf)  # two gigabytes each time
-        patch.setattr(texts, "EVALUATED", 512)
+        patch.setattr(texts, "EVALUATED", 256)
+        patch.setattr(texts, "WIDE", 128)
         judge_briefly(patch, context=32)
         demo_module.run_demo(folder, tokens=32 * 32, context=32, show=lambda *_: None)
     return folder
@@ -190,7 +191,7 @@ def test_the_demo_makes_a_smaller_model_that_is_healed(run: Path) -> None:
 
 def test_a_later_demo_repeats_nothing(run: Path, smollm2: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_module, "load", lambda name: smollm2)
-    monkeypatch.setattr(demo_module, "PROFILED", 256)
+    monkeypatch.setattr(demo_module, "PROFILED", 128)
     monkeypatch.setattr(profile_module, "profile_layers", lambda *a, **k: pytest.fail("repeated"))
     monkeypatch.setattr(demo_module, "carry_out", lambda *a, **k: pytest.fail("repeated"))
     demo_module.run_demo(run, tokens=32 * 32, context=32, show=lambda *_: None)

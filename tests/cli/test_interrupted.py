@@ -16,7 +16,7 @@ from lyapunov_prune.sensitivity.sweep import Sweep
 
 INTERRUPTIBLE = {
     "sensitivity": (Sweep, "_measure", ["sensitivity", "tiny", "--study", "layer,removal", *TEXT]),
-    "check": (checks_module, "_outcome", ["check", "tiny", "--bounds", "--tokens", "64", "--context", "32"]),
+    "check": (checks_module, "_outcome", ["check", "tiny", "--bounds", "--tokens", "16", "--context", "16"]),
 }
 
 

@@ -74,7 +74,7 @@ def test_the_commands_by_hand_make_the_same_model(
 
 
 def test_the_cost_is_said_and_report_prints_every_set_that_was_tried(run: Callable[..., Done]) -> None:
-    done = run("shrink", "tiny", "--remove", "2", "-o", "out", *SMALL)
+    done = run("shrink", "tiny", "--remove", "2", "-o", "out", "--text", "builtin", *SMALL)
     assert json.loads(Path("out/shrink.json").read_text())["folder"] == "out"
     assert "GB of disk" in done.err
     assert Path("out/report.html").is_file()
