@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import make_tiny
+from helpers import make_tiny, operated
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from lyapunov_prune import linalg as norms
@@ -402,7 +402,10 @@ def test_gpt2_small_468_matrices_by_30_settings(real: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("smollm2")
 def test_the_builtin_model(smollm2: Decoder, english: TokenBatch) -> None:
-    report = check_bounds(smollm2.model, replace(english, ids=english.ids[:1, :64]), sparsity=0.2, cache_radius=0.1)
+    """Its first and last layers, and those between which its sink arises."""
+    kept = (0, 1, 10, 11, 12, 29)
+    some = operated(smollm2.model, [layer for layer in range(30) if layer not in kept])
+    report = check_bounds(some, replace(english, ids=english.ids[:1, :64]), sparsity=0.2, cache_radius=0.1)
     assert report.passed, str(report)
-    assert report.checks == 210
+    assert report.checks == 7 * len(kept)
     assert (report.attained > 0.999).all()

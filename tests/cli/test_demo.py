@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import shutil
@@ -45,22 +46,40 @@ with torch.no_grad():
 # Whose folder `small` is.
 
 
-@pytest.fixture
-def tiny_demo(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def demo_of(loaded: Decoder, patch: pytest.MonkeyPatch, run: Path, tokens: int = 32 * 24) -> Path:
     """The demo in `run`, on a tiny model."""
-    loaded = load(checkpoint)
-    monkeypatch.setattr(demo_module, "load", lambda name: loaded)
-    monkeypatch.setattr(demo_module, "SEARCH", 8.0)
-    monkeypatch.setattr(demo_module, "STEPS", 2)
-    monkeypatch.setattr(texts, "EVALUATED", 512)
-    judge_briefly(monkeypatch, context=24)
+    patch.setattr(demo_module, "load", lambda name: loaded)
+    patch.setattr(demo_module, "SEARCH", 8.0)
+    patch.setattr(demo_module, "STEPS", 2)
+    patch.setattr(texts, "EVALUATED", 512)
+    judge_briefly(patch, context=24)
+    demo_module.run_demo(run, tokens=tokens, context=24, show=lambda *_: None)
+    return run / "small"
 
-    def demo(tokens: int = 32 * 24) -> Path:
-        run = checkpoint.parent / "run"
-        demo_module.run_demo(run, tokens=tokens, context=24, show=lambda *_: None)
-        return run / "small"
 
-    return demo
+@pytest.fixture(scope="session")
+def loaded(_saved_checkpoint: Path) -> Decoder:
+    return load(_saved_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def _first(loaded: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        return demo_of(loaded, patch, tmp_path_factory.mktemp("first") / "run").parent
+
+
+@pytest.fixture
+def tiny_demo(loaded: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    return functools.partial(demo_of, loaded, monkeypatch, tmp_path / "run")
+
+
+@pytest.fixture
+def small(_first: Path, checkpoint: Path) -> Path:
+    """What the demo has left in `run`, with the times that its record knows."""
+    return Path(shutil.copytree(_first, checkpoint.parent / "run")) / "small"
+
+
+UNLOADED: Any = None  # whatever a demo would do with it fails
 
 
 def weights(folder: Path) -> bytes:
@@ -71,8 +90,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def test_a_demo_replaces_the_checkpoint_of_an_earlier_one(tiny_demo: Callable[..., Path]) -> None:
-    small = tiny_demo()
+def test_a_demo_replaces_the_checkpoint_of_an_earlier_one(small: Path, tiny_demo: Callable[..., Path]) -> None:
     first, record = weights(small), small.parent / "small.fingerprint"
     names = {path.name for path in small.parent.iterdir()}
     results = {f"{name}.json" for name in ("profile", "shrink", "best", "eval")}
@@ -88,10 +106,10 @@ def test_a_demo_replaces_the_checkpoint_of_an_earlier_one(tiny_demo: Callable[..
     assert record.read_text() != kept  # it was written again
 
 
-def test_a_demo_on_other_tokens_takes_nothing_of_the_last(tiny_demo: Callable[..., Path]) -> None:
-    record = tiny_demo().parent / "small.fingerprint"
+def test_a_demo_on_other_tokens_takes_nothing_of_the_last(small: Path, tiny_demo: Callable[..., Path]) -> None:
+    record = small.parent / "small.fingerprint"
     told = record.read_text()
-    small = tiny_demo(tokens=33 * 24)
+    tiny_demo(tokens=33 * 24)
     assert record.read_text() == f"{folder_digest(small)}\n" != told
 
 
@@ -115,39 +133,37 @@ OWN: dict[str, Callable[[Path], object]] = {
 
 
 def test_a_folder_that_is_not_the_demo_s_is_refused_before_anything_is_measured(
-    tiny_demo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    small: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    whole = tiny_demo().parent.rename(tmp_path / "whole")
-    monkeypatch.setattr(demo_module, "load", lambda name: pytest.fail("loaded"))
+    whole = small.parent.rename(tmp_path / "whole")
     for name, own in OWN.items():
         run = Path(shutil.copytree(whole, tmp_path / "run"))  # with the times that the record knows
         own(run / "small")
         before = contents(run)
         with pytest.raises(LyapunovPruneError, match="small is not what a demo left there"):
-            tiny_demo()
+            demo_of(UNLOADED, monkeypatch, run)
         assert contents(run) == before, name
         shutil.rmtree(run)
 
 
 def test_where_nothing_can_be_written_or_drawn_nothing_is_measured(
-    tiny_demo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    monkeypatch.setattr(demo_module, "load", lambda name: pytest.fail("loaded"))
     (run / "joint.json").write_text("{}")
     with pytest.raises(LyapunovPruneError, match=r"joint\.json"):
-        tiny_demo()
+        demo_of(UNLOADED, monkeypatch, run)
     shutil.rmtree(run)
     run.write_text("mine")
     with pytest.raises(LyapunovPruneError, match="is no folder"):
-        tiny_demo()
+        demo_of(UNLOADED, monkeypatch, run)
 
 
 def test_what_is_put_there_while_the_demo_runs_stays(
-    tiny_demo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    small: Path, tiny_demo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small, profiled = tiny_demo(), demo_module.kept_profile
+    profiled = demo_module.kept_profile
 
     def late(*arguments: Any, **more: Any) -> Any:
         (small / "notes.txt").write_text("mine")
@@ -209,7 +225,7 @@ def test_the_checkpoint_is_plain_transformers(run: Path, english: TokenBatch, tm
 
 def test_the_attention_sink_of_layer_11(smollm2: Decoder, english: TokenBatch) -> None:
     """Energy pooling sees a strong contraction there, token pooling next to none."""
-    profile = measure_contraction(smollm2.model, english, seeds=(0,))
+    profile = measure_contraction(smollm2.model, english.take(range(2)), seeds=(0,))
     assert profile.rho[11] < 0.2
     assert 0.8 < profile.pooled("token").rho[11] < 1.25
     assert 11 in profile.pooling_disagrees
@@ -217,7 +233,7 @@ def test_the_attention_sink_of_layer_11(smollm2: Decoder, english: TokenBatch) -
 
 
 def test_influence_is_largest_at_the_ends(smollm2: Decoder, english: TokenBatch) -> None:
-    influence = block_influence(smollm2.model, english).influence
+    influence = block_influence(smollm2.model, english.take(range(2))).influence
     assert set(influence.argsort()[-3:]) >= {0, 29}
 
 

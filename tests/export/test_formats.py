@@ -97,6 +97,7 @@ def test_every_family_loses_layers_attentions_and_activations_at_once(family: st
 
 
 @pytest.mark.usefixtures("_here_alone")
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "opt"])  # with another prefix
 def test_what_was_read_from_files_is_saved_by_the_names_of_its_class(
     family: str, tokenizer: PreTrainedTokenizerFast, batch: TokenBatch, tmp_path: Path
 ) -> None:

@@ -53,7 +53,7 @@ def plainly(folder: Path, ids: torch.Tensor, **options: Any) -> tuple[PreTrained
 def test_transformers_unpacks_what_rtn_gives(
     family: str, tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path
 ) -> None:
-    model = make_tiny(family)
+    model = make_tiny(family, num_hidden_layers=2)
     for bits, group_size in ((4, None), (8, 8)):
         done = written(model, tokenizer, tmp_path / str(bits), bits=bits, group_size=group_size)
         again, logits = plainly(tmp_path / str(bits), ids)
@@ -65,8 +65,9 @@ def test_transformers_unpacks_what_rtn_gives(
             assert torch.equal(logits, done.model(ids).logits)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("bits", "group_size"), [(4, None), (4, 8), (8, 16)])
+@pytest.mark.parametrize(
+    ("bits", "group_size", "dtype"), [(4, None, torch.float32), (4, 8, torch.bfloat16), (8, 16, torch.float32)]
+)
 def test_what_gptq_rounds_packs_as_what_rtn_does(
     bits: int,
     group_size: int | None,
@@ -75,7 +76,7 @@ def test_what_gptq_rounds_packs_as_what_rtn_does(
     ids: torch.Tensor,
     tmp_path: Path,
 ) -> None:
-    model = make_tiny("llama").to(dtype)
+    model = make_tiny("llama", num_hidden_layers=2).to(dtype)
     how: dict[str, Any] = {"bits": bits, "group_size": group_size, "symmetric": True}
     done, nearest = compress(model, ids, method="gptq", **how), compress(model, method="rtn", **how)
     write_packed(model, done, tokenizer, tmp_path / "small", "packed")
