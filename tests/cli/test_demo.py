@@ -185,7 +185,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Decoder) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo_module, "load", lambda name: smollm2)
         patch.setattr(demo_module, "PROFILED", 128)
-        patch.setattr(demo_module, "SEARCH", 2.0)
+        patch.setattr(demo_module, "SEARCH", 4.0)
         patch.setattr(demo_module, "STEPS", 2)
         patch.setattr(training_state, "SECONDS", math.inf)  # two gigabytes each time
         patch.setattr(texts, "EVALUATED", 256)
