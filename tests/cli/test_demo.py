@@ -188,8 +188,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Decoder) -> Path:
         patch.setattr(demo_module, "SEARCH", 4.0)
         patch.setattr(demo_module, "STEPS", 2)
         patch.setattr(training_state, "SECONDS", math.inf)  # two gigabytes each time
-        patch.setattr(texts, "EVALUATED", 256)
-        patch.setattr(texts, "WIDE", 128)
+        patch.setattr(texts, "EVALUATED", 512)
         judge_briefly(patch, context=32)
         demo_module.run_demo(folder, tokens=32 * 32, context=32, show=lambda *_: None)
     return folder
