@@ -7,14 +7,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
 
 import torch
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from lyapunov_prune.diagnosis.finding import unnumbered
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.gguf import gguf_file
+from lyapunov_prune.models.gguf_tensors import names_in_file
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import model_name
 
@@ -111,13 +110,8 @@ class Sides:
     @cached_property
     def _names(self) -> dict[str, str]:
         """The names in a GGUF file by those in the model; none for another kind of file."""
-        model: Any = self.file.model
-        if not self.is_gguf:
-            return {}
-        architecture = model.config.model_type.removesuffix("_text")
         with suppress(NotImplementedError, KeyError):
-            processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
-            return {own: name for name, own in get_gguf_hf_weights_map(model, processor).items()}
+            return names_in_file(self.file.model) if self.is_gguf else {}
         return {}
 
     def _places(self, name: str, tensor: torch.Tensor) -> Iterator[TensorPlace]:

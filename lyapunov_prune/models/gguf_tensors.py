@@ -47,6 +47,16 @@ class Rounded:
     back: torch.Tensor
 
 
+def names_in_file(model: PreTrainedModel) -> dict[str, str]:
+    """The names of tensors in a GGUF file by those in `model`, which is read from such files."""
+    return {own: name for name, own in get_gguf_hf_weights_map(model, _processor(model)).items()}
+
+
+def _processor(model: PreTrainedModel) -> TensorProcessor:
+    architecture = model.config.model_type.removesuffix("_text")
+    return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+
+
 def rounded(
     model: PreTrainedModel,
     changed: Mapping[str, torch.Tensor],
@@ -57,9 +67,7 @@ def rounded(
     `before` is keyed by the names in a GGUF file of this model. Raises LyapunovPruneError for a tensor that such a file
     does not hold as one tensor, and as `ggml.quantised`.
     """
-    architecture = model.config.model_type.removesuffix("_text")
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
-    names = {own: name for name, own in get_gguf_hf_weights_map(model, processor).items()}
+    processor, names = _processor(model), names_in_file(model)
     made = []
     for own, values in changed.items():
         name = names.get(own)
