@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from lyapunov_prune.compression.grids import Grid, stepped
 from lyapunov_prune.export.packed import Packing
-from lyapunov_prune.models.quantised import PACK
+from lyapunov_prune.models.readers.compressed_tensors import PACK
 
 Spoil = Callable[[dict[str, torch.Tensor]], None]
 

@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from helpers import WEIGHTS, edit_json
 from helpers.forked import FORKED
+from safetensors.torch import load_file, save_file
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "lyapunov_prune"
@@ -32,6 +35,7 @@ COMMANDS = {
         "merging/reductions": "joint tiny --reduction toy --remove 2 --tokens 800 --context 32 -o joint",
         "sensitivity/studies": "sensitivity tiny --study toy --tokens 128 --context 64 -o study",
         "export/formats": "export tiny --format toy -o format",
+        "models/readers": "profile rows --device disk --tokens 128 --context 64 -o reader",
     }.items()
 }
 # Every command in one process.
@@ -49,6 +53,42 @@ for sys.argv in json.loads(sys.argv[1]):
     except SystemExit as end:
         assert not end.code, sys.argv
 """
+# What the example of a reader makes of the checkpoints `rows`, in memory and from disk, and of those with a fault.
+READ = """
+import os, sys
+sys.path.insert(0, os.environ["CHANGED"])
+import torch
+from pathlib import Path
+from safetensors.torch import save_file
+from lyapunov_prune import LyapunovPruneError, load
+from lyapunov_prune.checkpoints.outline import read_outline
+state = {name: W.clone() for name, W in load("rows").model.state_dict().items()}
+save_file(state, "memory")
+outline = read_outline(Path("rows"), "rows")
+for name, W in state.items():
+    outline.fill(W.zero_(), name)
+save_file(state, "disk")
+for way in (lambda: load(sys.argv[1]), lambda: read_outline(Path(sys.argv[1]), "spoilt")):
+    try:
+        way()
+    except LyapunovPruneError:
+        print("refused")
+"""
+
+
+def packed_by_rows(folder: Path) -> dict[str, torch.Tensor]:
+    """Store the matrices of the layers in `folder` in int8 with a scale a row; returns all as dequantised by hand."""
+    stored, plain = load_file(folder / WEIGHTS), {}
+    for key in list(stored):
+        W = plain[key] = stored[key]
+        if ".layers." in key and W.ndim == 2:
+            scale = W.abs().amax(1) / 127
+            q = stored[key] = (W / scale[:, None]).round().to(torch.int8)
+            stored[f"{key}_scale_row"] = scale
+            plain[key] = torch.from_numpy(q.numpy() * scale.numpy()[:, None])
+    save_file(stored, folder / WEIGHTS, {"format": "pt"})
+    edit_json(folder / "config.json", quantization_config={"quant_method": "toy"})
+    return plain
 
 
 def row_added(folder: str, root: Path) -> None:
@@ -77,14 +117,20 @@ def test_an_example_is_as_the_linter_wants_it(folder: str) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_examples_run(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """The environment in which the package has every example."""
     root = tmp_path / "changed" / "lyapunov_prune"
     shutil.copytree(PACKAGE, root, ignore=shutil.ignore_patterns("__pycache__"))
     for folder, code in EXAMPLES.items():
         (root / folder / "toy.py").write_text(code, encoding="utf-8")
         row_added(folder, root)
+    return {**os.environ, "CHANGED": str(root.parent), "PYTHONPATH": str(root.parent)}
+
+
+def test_the_examples_run(checkpoint: Path, env: dict[str, str]) -> None:
+    packed_by_rows(Path(shutil.copytree(checkpoint, checkpoint.parent / "rows")))
     lines = json.dumps([["lyapunov-prune", *command] for command in COMMANDS.values()])
-    env = {**os.environ, "CHANGED": str(root.parent), "PYTHONPATH": str(root.parent)}
     ((code, out, told),) = FORKED.run_together(SCRIPT, [env], str(checkpoint.parent), lines)
     assert code == 0, told
     for words in ("by toy", "matrices by toy", "svd, toy: sparsity", "toy: most at layers"):
@@ -93,3 +139,24 @@ def test_the_examples_run(checkpoint: Path, tmp_path: Path) -> None:
     assert json.loads((made / "joint" / "joint.json").read_text())["importance"]["reduction"] == "toy"
     assert (made / "format" / "config.json").is_file()
     assert json.loads((made / "method" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (made / "reader" / "profile.json").is_file()
+
+
+def test_a_reader_is_asked_in_memory_and_from_disk(checkpoint: Path, env: dict[str, str]) -> None:
+    folder = checkpoint.parent
+    plain = packed_by_rows(Path(shutil.copytree(checkpoint, folder / "rows")))
+    name = "model.layers.1.mlp.up_proj.weight_scale_row"
+    for fault, spoilt in {
+        "lost": lambda scale: {},
+        "one": lambda scale: {name: scale[:1].clone()},
+        "turned": lambda scale: {name: scale[None]},
+    }.items():
+        shutil.copytree(folder / "rows", folder / fault)
+        stored = load_file(folder / fault / WEIGHTS)
+        save_file(stored | spoilt(stored.pop(name)), folder / fault / WEIGHTS, {"format": "pt"})
+        ((code, out, told),) = FORKED.run_together(READ, [env], str(folder), fault)
+        assert (code, out.split()) == (0, ["refused", "refused"]), told
+    for way in ("memory", "disk"):
+        read = load_file(folder / way)
+        assert read.keys() >= plain.keys()
+        assert all(torch.equal(read[key], W) for key, W in plain.items())

@@ -22,6 +22,7 @@ from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.export.format import Format
 from lyapunov_prune.export.table import FORMATS
 from lyapunov_prune.merging.table import REDUCTIONS
+from lyapunov_prune.models.table import READERS
 from lyapunov_prune.ranking.table import CRITERIA
 from lyapunov_prune.sensitivity.table import STUDIES
 
@@ -37,6 +38,7 @@ TABLES: dict[str, Mapping[str, Any]] = {
     "criteria": CRITERIA,
     "formats": FORMATS,
     "methods": METHODS,
+    "readers": READERS,
     "reductions": REDUCTIONS,
     "schedules": SCHEDULES,
     "studies": STUDIES,

@@ -25,7 +25,7 @@ from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
 from lyapunov_prune.models.decoder import Decoder, wrap_any
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.hooked import calls_noted
-from lyapunov_prune.models.quantised import PACKER
+from lyapunov_prune.models.readers.compressed_tensors import PACKER
 from lyapunov_prune.models.structure import in_eval_mode, model_name
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.files import require_disk

@@ -32,7 +32,8 @@ from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.kinds import plain_attributes
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt
-from lyapunov_prune.models.quantised import quantisation, unlogged
+from lyapunov_prune.models.quantised import quantisation
+from lyapunov_prune.models.readers.compressed_tensors import unlogged
 from lyapunov_prune.models.sharing import share_equal
 from lyapunov_prune.models.structure import Structure, backbone_of
 from lyapunov_prune.models.wrappers import auto_class, loading_class
@@ -116,7 +117,7 @@ def wrong_packed_keys(folder: Path, config: PreTrainedConfig) -> str | None:
     if not quantisation(config):
         return None
     options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
-    with quiet(), unlogged(config):
+    with quiet(), unlogged():
         loaded: Any = auto_class(config).from_pretrained(
             folder, device_map="meta", ignore_mismatched_sizes=True, **options
         )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.allocation.allocation import DENSE, Allocation
 from lyapunov_prune.arguments import checked
@@ -36,7 +36,7 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.from_folder import LOCAL, quiet
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
-from lyapunov_prune.models.quantised import PACK, PACKER, unlogged
+from lyapunov_prune.models.readers.compressed_tensors import PACK, PACKER, unlogged
 from lyapunov_prune.models.size import model_size
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.weight_files import SINGLE
@@ -107,7 +107,7 @@ def _require_loads_packed(model: PreTrainedModel, group_size: int | None) -> Non
         loader: Any = loading_class(model)
         what = f"transformers cannot load a packed {type(model).__name__}"
         whole = reported(what, "leave out --format", Exception)  # whatever the model's own code raises
-        with whole, unlogged(AutoConfig.from_pretrained(folder, **LOCAL)):
+        with whole, unlogged():
             loader.from_pretrained(folder, device_map="meta", **LOCAL)
 
 

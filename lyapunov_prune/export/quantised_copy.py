@@ -23,7 +23,7 @@ from lyapunov_prune.export.disk_gate import KEYS, PLACED, not_run
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.left_out import LeftOut, find_left_out, keep_left_out
 from lyapunov_prune.models.loading import checkpoint_folder, load_bare_outline
-from lyapunov_prune.models.quantised import is_unpacked, stored_quantisation
+from lyapunov_prune.models.quantised import reader_of, stored_quantisation
 from lyapunov_prune.models.quantised_names import FILES, Layers, layers_in, settings_of
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.models.weight_files import TensorTarget, require_every_layer, targets_of
@@ -81,7 +81,7 @@ def quantised(name: str) -> str | None:
 def stays_quantised(name: str) -> bool:
     """Whether the checkpoint `name` uses a quantisation that stays in place when it is loaded."""
     settings = stored_quantisation(checkpoint_folder(name))
-    return settings is not None and not is_unpacked(SimpleNamespace(quantization_config=settings))
+    return settings is not None and reader_of(SimpleNamespace(quantization_config=settings)) is None
 
 
 def read_quantised(folder: Path, name: str | Path) -> Quantised:

@@ -4,7 +4,8 @@
 - `names`: what a model can be called;
 - `loading`: a model in memory by any name, from the hub, through `from_folder` and `gguf` (which has the built-in
   model); `folder`: checks of a checkpoint before transformers reads it; `cache`: dequantised GGUF files; `quantised`:
-  packed weights, unpacked on loading or left to their library; `quantised_names`: the layers that their settings name;
+  packed weights, unpacked on loading by a `reader` of `table` (in `readers`, one file each) or left to their library;
+  `quantised_names`: the layers that their settings name;
 - `gguf_header`, `gguf_layers`, `gguf_settings`: the header of a GGUF file, its parts about single layers, and what it
   says of the forward; `gguf_copy`, `gguf_tensors`: writing such a file, from another one's bytes or from tensors;
   `ggml`: its block types, by llama.cpp's own quantiser; `gguf_metadata`, `gguf_vocabulary`: the model and the tokenizer

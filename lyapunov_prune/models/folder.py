@@ -28,7 +28,8 @@ from transformers.models.auto.modeling_auto import (
 from lyapunov_prune.arguments import Range, fits
 from lyapunov_prune.errors import LyapunovPruneError, first_line, first_of, reason_of, reported
 from lyapunov_prune.models.compact import MODULE, PREFIX, family_of, register
-from lyapunov_prune.models.quantised import UNPACK, is_unpacked, quantisation
+from lyapunov_prune.models.quantised import quantisation, reader_of
+from lyapunov_prune.models.reader import UNPACK
 from lyapunov_prune.models.structure import LAYER_COUNTS, is_encoder
 from lyapunov_prune.models.weight_files import require_indexed, require_plain, weight_files
 from lyapunov_prune.results.files import parsed, require_file
@@ -47,7 +48,7 @@ _CHOICES = ("attn_implementation", "experts_implementation")
 def require_loadable(
     folder: Path,
     *,
-    quantised: Callable[[PreTrainedConfig], bool] = lambda config: False,
+    quantised: Callable[[PreTrainedConfig], object] = lambda config: None,
 ) -> PreTrainedConfig:
     """Return the config in `folder` if it holds a decoder with complete safetensors weights of its own.
 
@@ -77,8 +78,9 @@ def require_loadable(
     if why:
         raise LyapunovPruneError(f"{folder} {why}")
     _require_safetensors(folder, named)
-    if not method or is_unpacked(config):
-        require_plain(weight_files(folder, named))
+    reader = reader_of(config)
+    if reader is not None or not method:
+        require_plain(weight_files(folder, named), reader)
     if os.path.lexists(folder / _GENERATION):
         with loading_errors(folder / _GENERATION):
             if not isinstance(json.loads((folder / _GENERATION).read_text(encoding="utf-8")), dict):

@@ -30,18 +30,16 @@ from lyapunov_prune.models.left_out import find_left_out, keep_left_out
 from lyapunov_prune.models.quantised import (
     is_loadable,
     is_packed,
-    is_unpacked,
     quantisation,
+    reader_of,
     remedy,
     require_kernels,
-    require_scales,
-    unpacked_by_group,
     unpacking,
 )
 from lyapunov_prune.models.settings import unknown_layer_numbers, unknown_settings
 from lyapunov_prune.models.structure import Structure, find_layers, find_structure
 from lyapunov_prune.models.tokenizers import require_bounded, require_bounded_file
-from lyapunov_prune.models.weight_files import numbers_held, stored_names, targets_of, weight_files
+from lyapunov_prune.models.weight_files import numbers_held, shapes_of, stored_names, targets_of, weight_files
 from lyapunov_prune.models.wrappers import auto_class
 from lyapunov_prune.progress import warn
 from lyapunov_prune.results.history import keep_history, read_history
@@ -60,17 +58,16 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
 
     A decoder inside a multimodal model is loaded with the whole model, or alone with `text_only` (`auto_class`).
 
-    Packed integers in a format of `is_unpacked` are unpacked; other packed weights stay packed, and are refused on the
+    Packed weights that a reader reads are unpacked (`reader_of`); others stay packed, and are refused on the
     `meta` device. Raises LyapunovPruneError for anything that cannot be loaded whole.
     """
     with quiet():  # faults of the config are reported in one line
-        quantised = is_unpacked if options["device_map"] == "meta" else is_loadable
+        quantised = reader_of if options["device_map"] == "meta" else is_loadable
         config = require_loadable(folder, quantised=quantised)
-    packed = quantisation(config)
-    if packed and is_unpacked(config):
-        options = options | unpacking()
+    packed, reader = quantisation(config), reader_of(config)
+    if reader is not None:
         with loading_errors(folder):
-            require_scales(weight_files(folder, getattr(config, "transformers_weights", None)), config)
+            reader.require(shapes_of(weight_files(folder, getattr(config, "transformers_weights", None))))
     elif packed:
         try:
             with quiet():
@@ -80,7 +77,7 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
                 f"the weights in {folder} are {packed}, and cannot be read here ({first_line(error)}); "
                 f"{remedy(config, error)}"
             ) from None
-    with unpacked_by_group(config):
+    with unpacking(reader):
         auto = auto_class(config, text_only=text_only)
         wanted = "a causal decoder" if auto is AutoModelForCausalLM else "the text model alone (export --text-only)"
         if text_only:
@@ -88,7 +85,7 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
         files = weight_files(folder, getattr(config, "transformers_weights", None))
         require_held(auto, config, numbers_held(files), folder)
         loaded = load_whole(folder, folder, {}, options | {"use_safetensors": True}, auto, wanted)
-    if packed and is_unpacked(config):  # transformers drops it, but it marks models whose weights must not be changed
+    if reader is not None:  # transformers drops it, but it marks models whose weights must not be changed
         loaded.model.config.quantization_config = config.quantization_config
     tell_left_out(loaded.model, loaded.structure, folder, asked=text_only)
     keep_history(loaded.model, read_history(folder))

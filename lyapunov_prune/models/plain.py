@@ -18,7 +18,8 @@ from lyapunov_prune.arguments import Parsed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder, Model, in_memory, model_of, wrap, wrap_any
 from lyapunov_prune.models.projections import Projection, structure_projections
-from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation
+from lyapunov_prune.models.quantised import is_packed, quantisation
+from lyapunov_prune.models.reader import UNPACK
 from lyapunov_prune.models.structure import Structure
 
 Weights = Literal["unquantised", "unpacked", "unadapted"]

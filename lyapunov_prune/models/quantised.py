@@ -1,6 +1,6 @@
 """Models from quantised checkpoints: those that are unpacked on loading, and those that stay packed for a library.
 
-Packed integers of compressed-tensors are unpacked. A model with other packed weights (bitsandbytes, GPTQ, AWQ, or
+What a reader of `table.READERS` reads is unpacked. A model with other packed weights (bitsandbytes, GPTQ, AWQ, or
 anything else that transformers loads) can be run, so a measurement may use the states between its layers. Its layers'
 weights are never read as numbers nor changed.
 """
@@ -8,31 +8,31 @@ weights are never read as numbers nor changed.
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
-from transformers import CompressedTensorsConfig, PreTrainedConfig
-from transformers.integrations.compressed_tensors import CompressedTensorsDequantize
+from transformers import PreTrainedConfig
+from transformers.core_model_loading import ConversionOps, _IdentityOp
 from transformers.quantizers import AutoHfQuantizer, HfQuantizer
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lyapunov_prune.errors import LyapunovPruneError, require_extra
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.reader import UNPACK, Reader
+from lyapunov_prune.models.table import READERS
 from lyapunov_prune.results.files import parsed
 
 # Where a config keeps the settings; older versions of compressed-tensors use the second name.
 SETTINGS = ("quantization_config", "compression_config")
-UNPACK = "give the original weights, or a GGUF file, which is dequantised on loading"
 # Kernels of packed weights may round their inputs to this precision internally (bitsandbytes on the CPU).
 UNSEEN_ROUNDING = torch.finfo(torch.bfloat16).eps
+PLAIN = "weight"  # the tensor of a module whose matrix is not packed
 
 
 # The packages that transformers needs for each method, by their names on PyPI.
@@ -87,12 +87,18 @@ def is_packed(model: nn.Module) -> bool:
 
 
 def require_kernels(config: PreTrainedConfig, device_map: Any) -> None:
-    """Raise what transformers raises if it does not know the method of `config` or lacks its library.
+    """Raise what transformers raises if it lacks the library for the method of `config`.
 
-    Raises RuntimeError if transformers would unpack the weights instead, since that omits the kernels' rounding of
+    Raises LyapunovPruneError for a method that nothing reads, and for weights that the config has unpacked. Raises
+    RuntimeError if transformers would unpack them for want of a kernel, since that omits the kernels' rounding of
     activations.
     """
-    quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+    settings = config.quantization_config
+    if _method(config) and not AutoHfQuantizer.supports_quant_method(settings):
+        raise LyapunovPruneError("neither this package nor transformers has a reader for them")
+    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+    if getattr(quantizer.quantization_config, "dequantize", False):
+        raise LyapunovPruneError("the config has them unpacked, and this package has no reader for them")
     quantizer.validate_environment(device_map=device_map, weights_only=True)
     if getattr(quantizer.quantization_config, "dequantize", False):
         raise RuntimeError("no kernel for them runs on this machine")
@@ -103,6 +109,8 @@ def remedy(config: PreTrainedConfig, error: Exception) -> str:
     missing = " ".join(name for name in _PACKAGES.get(_method(config) or "", ()) if not _is_installed(name))
     if isinstance(error, RuntimeError):
         return f"load them on a machine with a GPU{missing and f' (pip install {missing})'}, or {UNPACK}"
+    if isinstance(error, LyapunovPruneError):
+        return UNPACK
     return f"{f'run: pip install {missing}' if missing else 'install what is missing'}, or {UNPACK}"
 
 
@@ -127,152 +135,98 @@ def packed_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((key, tensor) for key, tensor in entries.items() if isinstance(tensor, torch.Tensor))
 
 
-_METHOD = "compressed-tensors"
-_PACKED, _SCALE = ".weight_packed", ".weight_scale"
-_ORDERED = ("group", "dynamic", "true")  # what compressed-tensors no longer knows
-# The order of columns is left out on unpacking, and so are the zero points of experts, which are fused.
-_UNREAD = re.compile(r"\.weight_g_idx$|\.experts\.\d+\..*weight_zero_point$")
-_NOT_READ = f"which transformers does not apply when it unpacks; {UNPACK}"
-PACKER = "compressed_tensors", "packed", "packing weights"  # library, extra, and what needs it
-DENSE = "weight"  # transformers' name for weights that its unpacking rule leaves alone
-PACK = "pack-quantized"  # the library's name for integers of few bits packed into 32-bit words
-
-
-def is_unpacked(config: Any) -> bool:
-    """Whether `load` makes a dense model of a checkpoint with this config: only integer weights are packed.
-
-    The matrices may be in several groups with different bits. Quantised activations or caches are refused, because a
-    dense model would leave out their rounding.
-    """
+def reader_of(config: Any) -> Reader | None:
+    """What makes a plain model of a checkpoint with this config; None for plain weights, and if they stay packed."""
     packed = getattr(config, "quantization_config", None)
-    if not isinstance(packed, dict) or packed.get("quant_method") != _METHOD:
-        return False
-    groups = packed.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        return False
-    more = [packed.get(key) for key in ("kv_cache_scheme", "transform_config", "sparsity_config")]
-    return not any(more) and all(_holds_integers(group, packed.get("format")) for group in groups.values())
-
-
-def _holds_integers(group: Any, format: Any) -> bool:
-    """Whether a group in the config packs integer weights and does not quantise activations."""
-    if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
-        return False
-    weights = group["weights"]
-    known = weights.get("type") == "int" and weights.get("strategy") in ("channel", "group")
-    activations = group.get("input_activations") or group.get("output_activations")
-    return known and not activations and (group.get("format") or format) == PACK
+    if not isinstance(packed, dict) or packed.get("quant_method") not in READERS:
+        return None
+    reader = READERS.make(packed["quant_method"], settings=packed)
+    return reader if reader.reads() else None
 
 
 def is_loadable(config: PreTrainedConfig) -> bool:
-    """Whether `load` accepts these quantised weights: it unpacks them, or leaves them to a library's kernels."""
+    """Whether `load` accepts these quantised weights: a reader unpacks them, or a library's kernels read them."""
     packed = getattr(config, "quantization_config", None)
-    other = isinstance(packed, dict) and packed.get("quant_method") != _METHOD
-    return other or is_unpacked(config)
+    return isinstance(packed, dict) and (packed.get("quant_method") not in READERS or reader_of(config) is not None)
 
 
-def require_scales(files: Iterable[Path], config: PreTrainedConfig) -> None:
-    """Raise LyapunovPruneError for what transformers does not unpack, and for scales of the wrong shape.
-
-    It would leave out an order of columns, and it has no zero points for fused experts. Scales of another shape would
-    be broadcast over their matrices.
-
-    A matrix of m rows is packed as (m, ⌈n · bits / 32⌉) with scales (m, 1) or (m, n / group size). With several groups
-    a matrix must fit one that names it, or any group if none does (files may use other names).
-    """
-    groups = list(config.quantization_config["config_groups"].values())
-    if any(str(group["weights"].get("actorder")).lower() in _ORDERED for group in groups):
-        raise LyapunovPruneError(f"the columns of its groups are in an order of their own (actorder), {_NOT_READ}")
-    shapes: dict[str, list[int]] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            names = opened.keys()
-            ours = (name for name in names if name.endswith((_PACKED, _SCALE)) or _UNREAD.search(name))
-            shapes |= {name: opened.get_slice(name).get_shape() for name in ours}
-    if unread := [name for name in shapes if _UNREAD.search(name)]:
-        raise LyapunovPruneError(f"the checkpoint holds {unread[0]}, {_NOT_READ}")
-    for name in [name for name in shapes if name.endswith(_PACKED)]:
-        module = name.removesuffix(_PACKED)
-        scale = shapes.get(module + _SCALE, [0, 0])
-        named = [group for group in groups if module in (group.get("targets") or ())] or groups
-        if not any(_fits(shapes[name], scale, group["weights"]) for group in named):
-            raise ValueError(f"{name} has scales of shape {tuple(scale)}, which are not its own")
+class _Settings(QuantizationConfigMixin):
+    def __init__(self, quant_method: Any, **settings: Any) -> None:
+        self.quant_method, self.dequantize = quant_method, True
 
 
-def _fits(packed: list[int], scale: list[int], weights: dict[str, Any]) -> bool:
-    rows, words = packed
-    if len(scale) != 2 or scale[0] != rows:
-        return False
-    if weights["strategy"] != "group":
-        return scale[1] == 1
-    return ceil(scale[1] * weights["group_size"] * weights["num_bits"] / 32) == words
+class _Unpack(ConversionOps):
+    """Unpacks one matrix, or those that a model holds stacked: experts, of which it stacks each projection."""
 
+    def __init__(self, quantizer: _Quantizer) -> None:
+        self.hf_quantizer = quantizer  # by an attribute of this name the loader sees that it must not cast the parts
 
-class _ByGroup(CompressedTensorsDequantize):
-    """Unpacks each matrix by the group that names it; transformers' own rule uses one group for all."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Unpack:  # the loader copies rules for every tensor
+        return self
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        from compressed_tensors.utils.match import match_targets
+        model, target = kwargs["model"], kwargs["full_layer_name"]
+        name, dtype = target.rpartition(".")[0], model.get_parameter(target).dtype
+        packed: dict[str, dict[str, list[torch.Tensor]]] = {}
+        for key, tensors in input_dict.items():  # each a part of one matrix, or of all of a projection
+            stem, _, part = key.rpartition(".")
+            packed.setdefault(stem, {})[part] = tensors
+        made: dict[str, Any] = {}
+        for stem, parts in packed.items():
+            stored = [dict(zip(parts, tensors, strict=True)) for tensors in zip(*parts.values(), strict=True)]
+            for i, each in enumerate(stored):
+                W = self._plain(each, name, model)
+                if not stem:
+                    return {target: W.to(dtype)}
+                key = f"{stem}.{next(iter(parts))}"
+                made.setdefault(key, W.new_empty((len(stored), *W.shape), dtype=dtype))[i] = W
+        return made
 
-        groups = self.hf_quantizer.compressor.quantization_config.config_groups
-        scheme = None
-        if len(groups) > 1 and any("weight_scale" in key for key in input_dict):
-            name = kwargs["full_layer_name"].rpartition(".")[0]
-            owner = {target: group for group in groups.values() for target in group.targets}
-            found = match_targets(name, kwargs["model"].get_submodule(name), owner)
-            if not found:
-                raise ValueError(f"{name} is packed, and no group of the config names it")
-            scheme = owner[found[0]]
-        return CompressedTensorsDequantize(self.hf_quantizer, scheme).convert(input_dict, *args, **kwargs)
+    def _plain(self, stored: dict[str, torch.Tensor], name: str, model: nn.Module) -> torch.Tensor:
+        if stored.keys() == {PLAIN}:
+            return stored[PLAIN]
+        return self.hf_quantizer.reader.unpack(stored, name, model.get_submodule(name))
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return _IdentityOp()
 
 
-class _Quantizer(CompressedTensorsHfQuantizer):
+class _Quantizer(HfQuantizer):
+    """Has transformers unpack a checkpoint by a reader, and leave a plain model."""
+
+    is_trainable = True
+
+    def __init__(self, settings: QuantizationConfigMixin, reader: Reader, **options: Any) -> None:
+        super().__init__(settings, **options)
+        self.reader = reader
+        self.serialized_names = {PLAIN: [*dict.fromkeys((PLAIN, *reader.parts))]}
+
+    def is_serializable(self) -> bool:
+        return True
+
     def get_load_operations(self) -> dict[str, type]:
-        return {"dequantize": _ByGroup}
-
-
-def unpacking() -> dict[str, Any]:
-    """Arguments for `from_pretrained` that unpack the weights on loading instead of on the first forward."""
-    require_extra(*PACKER)
-    return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+        return {"dequantize": _Unpack}
 
 
 def unpacker(config: PreTrainedConfig) -> HfQuantizer | None:
-    """The transformers quantizer that unpacks a checkpoint with this config by matrix; None for plain weights."""
-    if not is_unpacked(config):
-        return None
-    require_extra(*PACKER)
-    with unpacked_by_group(config):
-        quantizer = AutoHfQuantizer.from_config({**config.quantization_config, "dequantize": True}, pre_quantized=True)
-    quantizer.validate_environment()  # this call initialises the quantizer
-    return quantizer
+    """What has transformers unpack a checkpoint with this config; None without a reader."""
+    reader = reader_of(config)
+    return None if reader is None else _Quantizer(_Settings(**reader.settings), reader)
 
 
 @contextmanager
-def unpacked_by_group(config: PreTrainedConfig) -> Iterator[None]:
-    """Inside the block, transformers unpacks every matrix of a checkpoint with this config by its own group."""
-    if not is_unpacked(config):
+def unpacking(reader: Reader | None) -> Iterator[None]:
+    """Inside the block, transformers unpacks the checkpoints of the method of `reader` by it."""
+    if reader is None:
         yield
         return
-    before = AUTO_QUANTIZER_MAPPING[_METHOD]
-    AUTO_QUANTIZER_MAPPING[_METHOD] = _Quantizer
-    try:
-        with unlogged(config):
-            yield
-    finally:
-        AUTO_QUANTIZER_MAPPING[_METHOD] = before
-
-
-@contextmanager
-def unlogged(config: PreTrainedConfig) -> Iterator[None]:
-    """Silence the library, which warns for every packed matrix on the `meta` device that its shape is a guess."""
-    if not is_unpacked(config):
-        yield
-        return
-    from loguru import logger  # the library's own
-
-    logger.disable("compressed_tensors")
+    ours = (AUTO_QUANTIZER_MAPPING, partial(_Quantizer, reader=reader)), (AUTO_QUANTIZATION_CONFIG_MAPPING, _Settings)
+    before = [table.get(reader.name) for table, _ in ours]
+    for table, entry in ours:
+        table[reader.name] = entry
     try:
         yield
     finally:
-        logger.enable("compressed_tensors")
+        for (table, _), entry in zip(ours, before, strict=True):
+            table.pop(reader.name) if entry is None else table.update({reader.name: entry})

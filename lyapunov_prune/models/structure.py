@@ -20,7 +20,8 @@ from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.experts import require_choosable
 from lyapunov_prune.models.families import FAMILIES, TRUSTED, Family
 from lyapunov_prune.models.hooked import held
-from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation
+from lyapunov_prune.models.quantised import is_packed, quantisation
+from lyapunov_prune.models.reader import UNPACK
 from lyapunov_prune.models.settings import forward_settings
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.results.result import ModelIdentity

@@ -17,7 +17,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from lyapunov_prune.errors import LyapunovPruneError, reported
-from lyapunov_prune.models.quantised import DENSE, UNPACK, unpacker
+from lyapunov_prune.models.quantised import PLAIN, unpacker
+from lyapunov_prune.models.reader import UNPACK, Reader
 from lyapunov_prune.models.structure import Structure
 
 BUFFER = 2**18  # fits into the CPU cache: with 1 MB a copy takes at least twice as long
@@ -83,16 +84,31 @@ def require_indexed(folder: Path, named: str | None) -> None:
                 )
 
 
-def require_plain(files: Iterable[Path]) -> None:
-    """Raise LyapunovPruneError for matrices in 8 bits, which transformers would read without their scales."""
+def require_plain(files: Iterable[Path], reader: Reader | None) -> None:
+    """Raise LyapunovPruneError for matrices in 8 bits that `reader` does not unpack: they would lose their scales."""
+    numbers, *beside = (PLAIN,) if reader is None else reader.parts
+    held: dict[str, tuple[Path, str]] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                dtype = file.get_slice(key).get_dtype()
-                if dtype.startswith("F8_") or (dtype in ("I8", "U8") and key.endswith(".weight")):
-                    raise LyapunovPruneError(
-                        f"{path} holds {key} in {dtype}, and config.json does not say how; {UNPACK}"
-                    )
+            held |= {key: (path, file.get_slice(key).get_dtype()) for key in file.keys()}  # noqa: SIM118
+    for key, (path, dtype) in held.items():
+        module, _, part = key.rpartition(".")
+        if not (dtype.startswith("F8_") or (dtype in ("I8", "U8") and part == PLAIN)):
+            continue
+        if part != numbers or not any(f"{module}.{other}" in held for other in beside):
+            lacks = f"no {' or '.join(beside)} is beside it" if beside and part == numbers else ""
+            raise LyapunovPruneError(
+                f"{path} holds {key} in {dtype}, and {lacks or 'config.json does not say how'}; {UNPACK}"
+            )
+
+
+def shapes_of(files: Iterable[Path]) -> dict[str, list[int]]:
+    """The shape of every tensor in these files, by name."""
+    shapes: dict[str, list[int]] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            shapes |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+    return shapes
 
 
 def stored_names(folder: Path, named: str | None) -> set[str]:
@@ -189,10 +205,12 @@ def targets_of(model: PreTrainedModel, keys: Iterable[str]) -> tuple[dict[str, T
             name, pattern = rename_source_key(key, [], [], prefix, state)
         if name not in state:
             others[key] = name
-        elif pattern is None or pattern == DENSE:
-            targets[key] = TensorTarget(name)
         else:
-            targets[key] = TensorTarget(name, by_pattern[pattern], pattern)
+            targets[key] = TensorTarget(name, by_pattern[pattern], pattern) if pattern else TensorTarget(name)
+    packed = {target.name for target in targets.values() if target.pattern not in ("", PLAIN)}
+    for key, target in targets.items():  # a reader's rule leaves plain matrices alone
+        if target.pattern == PLAIN and target.name not in packed:
+            targets[key] = TensorTarget(target.name)
     return targets, others
 
 

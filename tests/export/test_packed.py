@@ -29,7 +29,7 @@ from lyapunov_prune.export.packed import Packing, Scheme, require_packable, requ
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.plain import find_projections
-from lyapunov_prune.models.quantised import PACK
+from lyapunov_prune.models.readers.compressed_tensors import PACK
 from lyapunov_prune.results.history import HISTORY, read_history
 
 ROUNDED: dict[str, Any] = {"method": "rtn", "bits": 4, "symmetric": True}

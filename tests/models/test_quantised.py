@@ -127,11 +127,12 @@ def test_what_would_change_or_read_the_weights_is_refused(small: PreTrainedModel
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "run: pip install bitsandbytes"),
         ({"quant_method": "hqq"}, "run: pip install hqq"),
         ({"quant_method": "fp8"}, r"on a machine with a GPU \(pip install kernels\)"),
-        ({"quant_method": "mine"}, "install what is missing"),
+        ({"quant_method": "mine"}, "has a reader.*; give the original weights"),
+        ({"quant_method": "mxfp4", "dequantize": True}, "no reader.*; give the original weights"),
     ],
     ids=lambda value: value["quant_method"] if isinstance(value, dict) else "",
 )
-def test_a_library_that_is_missing_is_named_with_its_command(
+def test_what_is_missing_is_named_with_its_command(
     method: dict[str, Any], told: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine without a GPU and without the libraries, whatever this one has."""
@@ -140,7 +141,8 @@ def test_a_library_that_is_missing_is_named_with_its_command(
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(quantised.metadata, "distribution", none)
-    monkeypatch.setattr(AutoHfQuantizer, "from_config", refusing(method["quant_method"]))
+    if "dequantize" not in method:
+        monkeypatch.setattr(AutoHfQuantizer, "from_config", refusing(method["quant_method"]))
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
     with pytest.raises(LyapunovPruneError, match=rf"quantised \({method['quant_method']}\).*{told}") as error:
