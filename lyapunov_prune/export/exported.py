@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.reloading import GateCheck
@@ -41,8 +43,10 @@ class Exported(Result):
         return [f"{self.headline()}.", f"Checks passed: {len(self.checks)}.{left}"]
 
 
-def exported(format: str, model: PreTrainedModel, checks: tuple[GateCheck, ...]) -> Exported:
-    """The report on `model`, with each tensor counted once, in its own dtype."""
-    tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}.values()
+def exported(
+    format: str, model: PreTrainedModel, written: Iterable[torch.Tensor], checks: tuple[GateCheck, ...]
+) -> Exported:
+    """The report on `model`, of which the tensors `written` are stored in their own dtypes; each is counted once."""
+    tensors = {tensor.data_ptr(): tensor for tensor in written}.values()
     stored = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
     return Exported(model_name(model), format, dict(stored), sum(tensor.nbytes for tensor in tensors), checks)

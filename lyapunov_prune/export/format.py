@@ -53,7 +53,8 @@ class Format(Choice):
     `readers` names the programs that load it. `units` are the units of the compression methods whose results it can
     hold. `card` is its sentence in the model card of a plan; None if `prune` does not write it. `streamed` names the
     commands that write it without the model in memory. `mends` says whether it can hold mended layers; `keeps_dense`,
-    whether `write` also needs the model before compression; `exports`, whether `export` writes it.
+    whether `write` also needs the model before compression; `exports`, whether `export` writes it; `loads`, whether
+    this package loads what `export` wrote.
     """
 
     readers: ClassVar[str]
@@ -64,6 +65,7 @@ class Format(Choice):
     symmetric: ClassVar[bool] = False  # rounding must use symmetric grids: zero points do not load packed
     keeps_dense: ClassVar[bool] = False
     exports: ClassVar[bool] = False
+    loads: ClassVar[bool] = True
 
     def require_target(self, target: Path) -> None:
         """Raise LyapunovPruneError unless the format can be written to `target`."""

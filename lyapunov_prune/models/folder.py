@@ -31,7 +31,7 @@ from lyapunov_prune.models.compact import MODULE, PREFIX, family_of, register
 from lyapunov_prune.models.quantised import quantisation, reader_of
 from lyapunov_prune.models.reader import UNPACK
 from lyapunov_prune.models.structure import LAYER_COUNTS, is_encoder
-from lyapunov_prune.models.weight_files import require_indexed, require_plain, weight_files
+from lyapunov_prune.models.weight_files import headers, require_indexed, require_plain, weight_files
 from lyapunov_prune.results.files import parsed, require_file
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -80,7 +80,7 @@ def require_loadable(
     _require_safetensors(folder, named)
     reader = reader_of(config)
     if reader is not None or not method:
-        require_plain(weight_files(folder, named), reader)
+        require_plain(headers(weight_files(folder, named)), reader)
     if os.path.lexists(folder / _GENERATION):
         with loading_errors(folder / _GENERATION):
             if not isinstance(json.loads((folder / _GENERATION).read_text(encoding="utf-8")), dict):

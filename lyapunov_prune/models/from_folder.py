@@ -39,7 +39,7 @@ from lyapunov_prune.models.quantised import (
 from lyapunov_prune.models.settings import unknown_layer_numbers, unknown_settings
 from lyapunov_prune.models.structure import Structure, find_layers, find_structure
 from lyapunov_prune.models.tokenizers import require_bounded, require_bounded_file
-from lyapunov_prune.models.weight_files import numbers_held, shapes_of, stored_names, targets_of, weight_files
+from lyapunov_prune.models.weight_files import headers, numbers_held, targets_of, weight_files
 from lyapunov_prune.models.wrappers import auto_class
 from lyapunov_prune.progress import warn
 from lyapunov_prune.results.history import keep_history, read_history
@@ -65,9 +65,10 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
         quantised = reader_of if options["device_map"] == "meta" else is_loadable
         config = require_loadable(folder, quantised=quantised)
     packed, reader = quantisation(config), reader_of(config)
+    held = headers(weight_files(folder, getattr(config, "transformers_weights", None)))
     if reader is not None:
         with loading_errors(folder):
-            reader.require(shapes_of(weight_files(folder, getattr(config, "transformers_weights", None))))
+            reader.require({name: header.shape for name, header in held.items()})
     elif packed:
         try:
             with quiet():
@@ -82,8 +83,7 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
         wanted = "a causal decoder" if auto is AutoModelForCausalLM else "the text model alone (export --text-only)"
         if text_only:
             wanted = "the whole model (leave out text_only)"
-        files = weight_files(folder, getattr(config, "transformers_weights", None))
-        require_held(auto, config, numbers_held(files), folder)
+        require_held(auto, config, numbers_held(held), folder)
         loaded = load_whole(folder, folder, {}, options | {"use_safetensors": True}, auto, wanted)
     if reader is not None:  # transformers drops it, but it marks models whose weights must not be changed
         loaded.model.config.quantization_config = config.quantization_config
@@ -190,7 +190,7 @@ def tell_left_out(model: PreTrainedModel, structure: Structure, folder: Path, *,
     """
     if is_packed(model):
         return
-    keys = stored_names(folder, getattr(model.config, "transformers_weights", None))
+    keys = headers(weight_files(folder, getattr(model.config, "transformers_weights", None)))
     targets, others = targets_of(model, keys)
     taken = {key: target.name for key, target in targets.items()}
     keep_left_out(model, find_left_out(model, structure, taken, others, asked=asked), folder)

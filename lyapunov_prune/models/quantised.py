@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -156,7 +157,7 @@ class _Settings(QuantizationConfigMixin):
 
 
 class _Unpack(ConversionOps):
-    """Unpacks one matrix, or those that a model holds stacked: experts, of which it stacks each projection."""
+    """Unpacks one matrix, or that of every expert."""
 
     def __init__(self, quantizer: _Quantizer) -> None:
         self.hf_quantizer = quantizer  # by an attribute of this name the loader sees that it must not cast the parts
@@ -171,16 +172,13 @@ class _Unpack(ConversionOps):
         for key, tensors in input_dict.items():  # each a part of one matrix, or of all of a projection
             stem, _, part = key.rpartition(".")
             packed.setdefault(stem, {})[part] = tensors
-        made: dict[str, Any] = {}
-        for stem, parts in packed.items():
-            stored = [dict(zip(parts, tensors, strict=True)) for tensors in zip(*parts.values(), strict=True)]
-            for i, each in enumerate(stored):
-                W = self._plain(each, name, model)
-                if not stem:
-                    return {target: W.to(dtype)}
-                key = f"{stem}.{next(iter(parts))}"
-                made.setdefault(key, W.new_empty((len(stored), *W.shape), dtype=dtype))[i] = W
-        return made
+        return {
+            f"{stem}.{next(iter(parts))}" if stem else target: [
+                self._plain(dict(zip(parts, each, strict=True)), name, model).to(dtype)
+                for each in zip(*parts.values(), strict=True)
+            ]
+            for stem, parts in packed.items()
+        }
 
     def _plain(self, stored: dict[str, torch.Tensor], name: str, model: nn.Module) -> torch.Tensor:
         if stored.keys() == {PLAIN}:
@@ -218,15 +216,9 @@ def unpacker(config: PreTrainedConfig) -> HfQuantizer | None:
 @contextmanager
 def unpacking(reader: Reader | None) -> Iterator[None]:
     """Inside the block, transformers unpacks the checkpoints of the method of `reader` by it."""
-    if reader is None:
+    with ExitStack() as tables:
+        if reader is not None:
+            made: Any = partial(_Quantizer, reader=reader)
+            tables.enter_context(patch.dict(AUTO_QUANTIZER_MAPPING, {reader.name: made}))
+            tables.enter_context(patch.dict(AUTO_QUANTIZATION_CONFIG_MAPPING, {reader.name: _Settings}))
         yield
-        return
-    ours = (AUTO_QUANTIZER_MAPPING, partial(_Quantizer, reader=reader)), (AUTO_QUANTIZATION_CONFIG_MAPPING, _Settings)
-    before = [table.get(reader.name) for table, _ in ours]
-    for table, entry in ours:
-        table[reader.name] = entry
-    try:
-        yield
-    finally:
-        for (table, _), entry in zip(ours, before, strict=True):
-            table.pop(reader.name) if entry is None else table.update({reader.name: entry})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import safe_open
 from transformers import PreTrainedModel
@@ -25,6 +25,14 @@ BUFFER = 2**18  # fits into the CPU cache: with 1 MB a copy takes at least twice
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
 _PACKED = {"I32": 16, "U8": 4, "I8": 4}  # the most weights in one integer of these
 _OF_A_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
+
+
+class Header(NamedTuple):
+    """The file of a tensor, its dtype as safetensors writes it (`F32`, `I8`), and its shape."""
+
+    file: Path
+    dtype: str
+    shape: Sequence[int]
 
 
 def weight_files(folder: Path, named: str | None) -> list[Path]:
@@ -84,51 +92,31 @@ def require_indexed(folder: Path, named: str | None) -> None:
                 )
 
 
-def require_plain(files: Iterable[Path], reader: Reader | None) -> None:
-    """Raise LyapunovPruneError for matrices in 8 bits that `reader` does not unpack: they would lose their scales."""
-    numbers, *beside = (PLAIN,) if reader is None else reader.parts
-    held: dict[str, tuple[Path, str]] = {}
+def headers(files: Iterable[Path]) -> dict[str, Header]:
+    """What these files say of each of their tensors, by name."""
+    held: dict[str, Header] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
-            held |= {key: (path, file.get_slice(key).get_dtype()) for key in file.keys()}  # noqa: SIM118
-    for key, (path, dtype) in held.items():
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            held |= {key: Header(path, part.get_dtype(), part.get_shape()) for key, part in slices.items()}
+    return held
+
+
+def require_plain(held: Mapping[str, Header], reader: Reader | None) -> None:
+    """Raise LyapunovPruneError for matrices in 8 bits that `reader` does not unpack: they would lose their scales."""
+    numbers, *beside = (PLAIN,) if reader is None else reader.parts
+    for key, header in held.items():
         module, _, part = key.rpartition(".")
-        if not (dtype.startswith("F8_") or (dtype in ("I8", "U8") and part == PLAIN)):
-            continue
-        if part != numbers or not any(f"{module}.{other}" in held for other in beside):
-            lacks = f"no {' or '.join(beside)} is beside it" if beside and part == numbers else ""
+        in_8_bits = header.dtype.startswith("F8_") or (header.dtype in ("I8", "U8") and part == PLAIN)
+        if in_8_bits and (part != numbers or not any(f"{module}.{other}" in held for other in beside)):
             raise LyapunovPruneError(
-                f"{path} holds {key} in {dtype}, and {lacks or 'config.json does not say how'}; {UNPACK}"
+                f"{header.file} holds {key} in {header.dtype}, and no scales that would be applied; {UNPACK}"
             )
 
 
-def shapes_of(files: Iterable[Path]) -> dict[str, list[int]]:
-    """The shape of every tensor in these files, by name."""
-    shapes: dict[str, list[int]] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            shapes |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
-    return shapes
-
-
-def stored_names(folder: Path, named: str | None) -> set[str]:
-    """The names of all tensors in these files."""
-    names: set[str] = set()
-    for path in weight_files(folder, named):
-        with safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-    return names
-
-
-def numbers_held(files: Iterable[Path]) -> int:
-    """The most numbers that the tensors of these files can hold: integers may be packed ones of 2 bits."""
-    held = 0
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                part = file.get_slice(key)
-                held += prod(part.get_shape()) * _PACKED.get(part.get_dtype(), 1)
-    return held
+def numbers_held(held: Mapping[str, Header]) -> int:
+    """The most numbers that these tensors can hold: integers may be packed ones of 2 bits."""
+    return sum(prod(header.shape) * _PACKED.get(header.dtype, 1) for header in held.values())
 
 
 def read_parts(path: Path, start: int, size: int) -> Iterator[memoryview]:
@@ -208,9 +196,8 @@ def targets_of(model: PreTrainedModel, keys: Iterable[str]) -> tuple[dict[str, T
         else:
             targets[key] = TensorTarget(name, by_pattern[pattern], pattern) if pattern else TensorTarget(name)
     packed = {target.name for target in targets.values() if target.pattern not in ("", PLAIN)}
-    for key, target in targets.items():  # a reader's rule leaves plain matrices alone
-        if target.pattern == PLAIN and target.name not in packed:
-            targets[key] = TensorTarget(target.name)
+    plain = {key for key, target in targets.items() if target.pattern == PLAIN and target.name not in packed}
+    targets |= {key: TensorTarget(targets[key].name) for key in plain}  # a reader's rule leaves them alone
     return targets, others
 
 

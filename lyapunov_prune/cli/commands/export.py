@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from lyapunov_prune.cli.inputs import format_for
 from lyapunov_prune.cli.options import FileTarget, Model, ModelOptions, Quantize, Written, model_option
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.cli.terminal import show
+from lyapunov_prune.cli.terminal import follow, show
 from lyapunov_prune.export.table import FORMATS
 
 
@@ -38,3 +38,5 @@ def export(
     stored.require_target(output)
     loaded = ModelOptions("cpu").load(model, text_only=text_only)
     show(stored.export(loaded, output), output)
+    if not stored.loads:
+        follow("")

@@ -81,4 +81,4 @@ class Plain(Format):
 
         with one_more_step(decoder.model, "export"):
             check = save(decoder, decoder.tokenizer, target)
-        return exported(self.name, decoder.model, (check,))
+        return exported(self.name, decoder.model, decoder.model.state_dict().values(), (check,))
