@@ -137,7 +137,9 @@ def test_the_examples_run(checkpoint: Path, env: dict[str, str]) -> None:
         assert words in out
     made = checkpoint.parent
     assert json.loads((made / "joint" / "joint.json").read_text())["importance"]["reduction"] == "toy"
-    assert (made / "format" / "config.json").is_file()
+    assert {"config.json", "history.json", "weights.npz"} <= {path.name for path in (made / "format").iterdir()}
+    assert "float16; 0." in out
+    assert "eval format" not in out
     assert json.loads((made / "method" / "config.json").read_text())["dtype"] == "bfloat16"
     assert (made / "reader" / "profile.json").is_file()
 

@@ -31,7 +31,7 @@ class CompressedTensors(Reader):
     Quantised activations or caches are refused, because a dense model would leave out their rounding.
     """
 
-    help = "integers of few bits in 32-bit words, a scale for every row or group of inputs"
+    help = "integers of few bits in 32-bit words, scaled by row or group"
     reference = "compressed-tensors, `pack-quantized`"
     parts = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
 
