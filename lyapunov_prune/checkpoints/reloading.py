@@ -32,7 +32,7 @@ from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.kinds import plain_attributes
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt
-from lyapunov_prune.models.quantised import quantisation
+from lyapunov_prune.models.quantised import is_known, quantisation, reader_of, unpacking
 from lyapunov_prune.models.readers.compressed_tensors import unlogged
 from lyapunov_prune.models.sharing import share_equal
 from lyapunov_prune.models.structure import Structure, backbone_of
@@ -112,12 +112,13 @@ def reload_check(
 def wrong_packed_keys(folder: Path, config: PreTrainedConfig) -> str | None:
     """What is wrong with the keys of a packed model's tensors in `folder`, or None.
 
-    They are checked on the `meta` device. `config` is that of `folder`; plain weights are not checked.
+    They are checked on the `meta` device, by a reader if transformers does not know the method. `config` is that of
+    `folder`; plain weights are not checked.
     """
     if not quantisation(config):
         return None
     options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
-    with quiet(), unlogged():
+    with quiet(), unlogged(), unpacking(None if is_known(config) else reader_of(config)):
         loaded: Any = auto_class(config).from_pretrained(
             folder, device_map="meta", ignore_mismatched_sizes=True, **options
         )

@@ -87,6 +87,11 @@ def is_packed(model: nn.Module) -> bool:
     return bool(quantisation(getattr(model, "config", None))) and getattr(model, "is_quantized", True)
 
 
+def is_known(config: PreTrainedConfig) -> bool:
+    """Whether transformers knows the method of `config`, or none is named there."""
+    return not _method(config) or AutoHfQuantizer.supports_quant_method(config.quantization_config)
+
+
 def require_kernels(config: PreTrainedConfig, device_map: Any) -> None:
     """Raise what transformers raises if it lacks the library for the method of `config`.
 
@@ -94,10 +99,9 @@ def require_kernels(config: PreTrainedConfig, device_map: Any) -> None:
     RuntimeError if transformers would unpack them for want of a kernel, since that omits the kernels' rounding of
     activations.
     """
-    settings = config.quantization_config
-    if _method(config) and not AutoHfQuantizer.supports_quant_method(settings):
+    if not is_known(config):
         raise LyapunovPruneError("neither this package nor transformers has a reader for them")
-    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+    quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
     if getattr(quantizer.quantization_config, "dequantize", False):
         raise LyapunovPruneError("the config has them unpacked, and this package has no reader for them")
     quantizer.validate_environment(device_map=device_map, weights_only=True)
