@@ -1,0 +1,262 @@
+"""SLEB, BlockPruner and greedy by KL beside `best`, each with as many forwards. (arXiv:2402.09025, arXiv:2406.10594)
+
+    python experiments/2_criteria/equal_forwards/run.py [--model MODEL] [--text FILE] [--remove 0.25] [--search 5]
+
+All choose on one half of a text. `best` goes first; what it has spent, in forwards of its check windows, is what each
+greedy search may spend. A greedy search leaves out one unit at a time, the one without which the model is best, tried
+beside all that are gone: SLEB a layer by the loss, BlockPruner an attention or an MLP by the loss until as many
+parameters are gone, and the third a layer by the KL from the dense model. What is left of the budget is shared out over
+the steps that remain, so it says how many tokens a step reads: the beginnings of as few windows as hold them. A trial
+is counted from its layer on, as those of `best` are. The models without what was chosen are scored on the other half of
+the text. Writes MODEL-TEXT.json beside this file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import typer
+from torch import nn
+
+from experiments.common import Each, Inputs, Model, measure_each, run_command
+from experiments.statements import percent, ratio, runs, table
+from experiments.unseen import OnUnseenText, settings
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.evaluation.judging import POWER, apart
+from lyapunov_prune.forward.branches import find_branches, layer_children, tried
+from lyapunov_prune.forward.hooks import hidden_of, residual_stream, run_backbone, with_hidden
+from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.ranking.best import best_removal
+from lyapunov_prune.ranking.candidates import SearchCost
+from lyapunov_prune.ranking.search import PART
+
+HERE = Path(__file__).parent
+PARTS = ("attention", "MLP")
+FEW = 16  # tokens that a step reads at least
+
+
+@dataclass(frozen=True)
+class Block:
+    """Attention or MLP of a layer: the module whose output it adds, and its share of the parameters of all layers."""
+
+    layer: int
+    part: str
+    exit: nn.Module
+    share: float
+
+
+Unit = tuple[Block, ...]  # goes as one
+Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a search chose for `forwards` dense forwards of the check windows; the loss without it, nats a window.
+
+    `tokens` is how many tokens its steps read, the fewest and the most; `share` that of the layers' parameters that go.
+    """
+
+    way: str
+    search: float
+    forwards: float
+    tokens: tuple[int, int]
+    attentions: tuple[int, ...]
+    mlps: tuple[int, ...]
+    share: float
+    windows: np.ndarray
+
+
+@dataclass(frozen=True)
+class EqualForwards(OnUnseenText):
+    chosen: tuple[Chosen, ...]
+
+
+def main(
+    model: Model = Model(),
+    text: Each = None,
+    tokens: int = 4096,
+    context: int = 512,
+    remove: Annotated[float, typer.Option(help="share of the layers")] = 0.25,
+    search: Annotated[list[float], typer.Option(help="forwards that best may spend")] = [5.0],  # noqa: B006
+) -> None:
+    asked = partial(measure, remove=remove, searches=search)
+    measure_each(asked, HERE, model, text, tokens, context)
+
+
+def measure(given: Inputs, remove: float, searches: Sequence[float]) -> EqualForwards:
+    decoder = given.loaded
+    blocks = blocks_of(decoder)
+    layers = [tuple(b for b in blocks if b.layer == layer) for layer in range(decoder.structure.num_layers)]
+    reading, judged = read(decoder, given.calibration), read(decoder, given.evaluation)
+    count, found = int(remove * len(layers)), list[Chosen]()
+    scoring, checking = apart(reading, of=2, most=None, least=POWER)
+    whole = SearchCost.of(checking, scoring)
+    for search in searches:
+        best = best_removal(decoder, reading, count, search=search, folder=given.jobs)
+        gone = [block for layer in best.remove for block in layers[layer]]
+        seen = checking.batch.ids[:, : checking.batch.ids.shape[1] // PART].numel(), checking.batch.ids.numel()
+        found.append(chosen("`best`", search, best.forwards, seen, gone, judged))
+        for way, (units, score) in {
+            "SLEB": (layers, loss),
+            "greedy by KL": (layers, divergence),
+            "BlockPruner": ([(block,) for block in blocks], loss),
+        }.items():
+            budget = best.forwards * checking.batch.ids.numel()
+            spent, read_tokens, gone = greedy(reading, units, count / len(layers), budget, whole.head, score)
+            forwards = spent / checking.batch.ids.numel()
+            found.append(chosen(way, search, forwards, read_tokens, gone, judged))
+    dense = losses(judged, [])
+    return EqualForwards(dense, *given.origins, tuple(found))
+
+
+def blocks_of(decoder: Decoder) -> list[Block]:
+    """Attention and MLP of every layer, in their order."""
+    inside = sum(p.numel() for p in decoder.structure.layers.parameters())
+    found: list[Block] = []
+
+    def see(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        both = find_branches(layer, args, kwargs, layer_children(decoder.structure, index))
+        for part, branch in zip(PARTS, both, strict=True):
+            held = sum(p.numel() for name in branch.parts for p in layer.get_submodule(name).parameters())
+            found.append(Block(index, part, branch.exit, held / inside))
+
+    with torch.no_grad():
+        tried(decoder, range(decoder.structure.num_layers), see)
+    return found
+
+
+def without(blocks: Sequence[Block]) -> AbstractContextManager[None]:
+    """In every forward inside the block, `blocks` add nothing to the residual stream."""
+
+    def nothing(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return with_hidden(output, torch.zeros_like(hidden_of(output)))
+
+    return hooked(after=[(block.exit, nothing) for block in blocks])
+
+
+@torch.no_grad()
+def greedy(
+    reading: Reading, units: Sequence[Unit], target: float, budget: float, head: float, score: Score
+) -> tuple[float, tuple[int, int], list[Block]]:
+    """Leave out one unit at a time, that of least `score`, until a share `target` of the layers' parameters is gone.
+
+    `budget` and what is spent count tokens of dense forwards. Returns what was spent, the fewest and most tokens that a
+    step read, and the blocks that go.
+    """
+    gone: list[Block] = []
+    left, lengths, each = budget, list[int](), sum(_share(unit) for unit in units) / len(units)
+    while (missing := target - _share(gone)) > each / 100:
+        free = [unit for unit in units if unit[0] not in gone]
+        cost = step_cost(free, gone, head) + (score is divergence)
+        ids = beginnings(reading.batch, int(left / cost / max(1, round(missing / each))))
+        left -= cost * ids.numel()
+        lengths.append(ids.numel())
+        dense = reading.model(ids, use_cache=False).logits if score is divergence else torch.empty(0)
+        with without(gone):
+            states = boundaries(reading, ids)
+            found = []
+            for unit in free:
+                entry = reading.prefix.entry(unit[0].layer)
+                with without(unit), reading.prefix.entered(entry, states[entry]):
+                    found.append(float(score(reading.model(ids, use_cache=False).logits, dense, ids)))
+        gone += free[int(np.argmin(np.nan_to_num(found, nan=np.inf)))]
+    return budget - left, (min(lengths), max(lengths)), gone
+
+
+def boundaries(reading: Reading, ids: torch.Tensor) -> list[torch.Tensor]:
+    """The state before each layer."""
+    states: list[torch.Tensor] = []
+    with residual_stream(reading.structure, lambda boundary, hidden: states.append(hidden.clone())):
+        run_backbone(reading.structure, ids)
+    return states
+
+
+def _share(blocks: Sequence[Block]) -> float:
+    return sum(block.share for block in blocks)
+
+
+def step_cost(free: Sequence[Unit], gone: Sequence[Block], head: float) -> float:
+    """Dense forwards that one step takes: the states of what is left, and a trial of every unit from its layer on."""
+    left = [block for unit in free for block in unit]
+    inside = _share(left) + sum(
+        _share([block for block in left if block.layer >= unit[0].layer and block not in unit]) for unit in free
+    )
+    return (1 - head) * inside / (_share(left) + _share(gone)) + head * len(free)
+
+
+def beginnings(batch: TokenBatch, tokens: int) -> torch.Tensor:
+    """About so many tokens: the beginnings of as few windows as hold them, each as `best` reads it at most."""
+    tokens, most = max(FEW, tokens), batch.ids.shape[1] // PART
+    windows = min(len(batch.ids), math.ceil(tokens / most))
+    return batch.ids[:windows, : min(most, tokens // windows)]
+
+
+def loss(logits: torch.Tensor, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def divergence(logits: torch.Tensor, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`KL(dense ‖ changed)`, the mean over all positions, nats."""
+    p, q = (z.flatten(0, 1).float().log_softmax(-1) for z in (dense, logits))
+    return F.kl_div(q, p, log_target=True, reduction="batchmean")
+
+
+@torch.no_grad()
+def losses(reading: Reading, gone: Sequence[Block]) -> np.ndarray:
+    """The mean loss of every window without `gone`, nats."""
+    with without(gone):
+        return np.array([reading.scorer(row[None])[0][0] for row in reading.batch.ids])
+
+
+def chosen(
+    way: str, search: float, forwards: float, tokens: tuple[int, int], gone: Sequence[Block], judged: Reading
+) -> Chosen:
+    attentions, mlps = (tuple(sorted(b.layer for b in gone if b.part == part)) for part in PARTS)
+    found = Chosen(way, search, forwards, tokens, attentions, mlps, _share(gone), losses(judged, gone))
+    print(f"{way}: {forwards:.2f} forwards, without {attentions} and {mlps}: {found.windows.mean():.4f}", flush=True)
+    return found
+
+
+def written() -> dict[str, str]:
+    results = EqualForwards.all(HERE)
+    head = ("model, text", "chosen by", "forwards", "tokens a step", "attentions that go", "MLPs that go")
+    rows = [row for result in results for row in _rows(result)]
+    return {
+        "setting": settings(results),
+        "table": table((*head, "of the parameters", "over the dense", "over `best`"), rows),
+    }
+
+
+def _rows(result: EqualForwards) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
+    for each in result.chosen:
+        best = next(c for c in result.chosen if c.search == each.search)
+        rows.append(
+            (
+                result.name,
+                each.way,
+                each.forwards,
+                " to ".join(dict.fromkeys(map(str, each.tokens))),
+                runs(each.attentions),
+                "the same" if each.mlps == each.attentions else runs(each.mlps),
+                percent(each.share),
+                ratio(each.windows - result.dense),
+                "" if each is best else ratio(each.windows - best.windows),
+            )
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    run_command(main, HERE / "{model}-{text}.json", written)
