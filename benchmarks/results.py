@@ -37,6 +37,25 @@ class Ratio:
     limit: float
 
 
+@dataclass(frozen=True)
+class Row:
+    """What a command or a tool took on a model, in seconds of the processor.
+
+    `forward` is that of a plain forward run before and after, and `arithmetic` how many of these have as many
+    products as it took, None where nothing counted them. Where layers go, `ratio` is the perplexity over the dense one,
+    with its interval. Of a tool that could not, `said` is its message.
+    """
+
+    model: str
+    what: str
+    seconds: float | None = None
+    forward: float | None = None
+    arithmetic: float | None = None
+    removed: str = "none"
+    ratio: tuple[float, float, float] | None = None
+    said: str = ""
+
+
 @dataclass
 class Benchmark:
     """The ratios of one run of `command`, printed as they come and kept when it has ended."""
@@ -62,6 +81,45 @@ class Benchmark:
         write_whole(HERE / f"{self.command}.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
+def save_rows(model: str, rows: list[Row], on: str) -> None:
+    """Keep the rows of a model in whole.json beside those of the others; `on` says what they were measured on."""
+    file = HERE / "whole.json"
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    kept[model] = {"machine": machine(), "versions": versions(), "on": on, "rows": [asdict(row) for row in rows]}
+    write_whole(file, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+
+
+def whole() -> dict[str, str]:
+    """The table of whole commands, and what it was measured on."""
+    file = HERE / "whole.json"
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    head = (
+        "model",
+        "what",
+        "processor time",
+        "its products",
+        "time over them",
+        "layers that go",
+        "perplexity over dense",
+    )
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    for content in kept.values():
+        for row in (Row(**row) for row in content["rows"]):
+            lines.append(f"| {row.model} | {row.what} | {' | '.join(_cells(row))} |")
+    about = [f"- {content['on']}; {content['machine']}" for content in kept.values()]
+    return {"whole": "\n".join(lines) + "\n", "whole source": "\n".join(about) + "\n"}
+
+
+def _cells(row: Row) -> list[str]:
+    if row.seconds is None or row.forward is None:
+        return [f"cannot: {row.said}", "—", "—", "—", "—"]
+    ratio = "—" if row.ratio is None else "{:.3g} ({:.3g}–{:.3g})".format(*row.ratio)
+    if row.arithmetic is None:
+        return [f"{row.seconds:.0f} s", "—", "—", row.removed, ratio]
+    products = row.arithmetic * row.forward
+    return [f"{row.seconds:.0f} s", f"{products:.0f} s", f"{row.seconds / products:.2f}", row.removed, ratio]
+
+
 def machine() -> str:
     """The processor and how many of its cores this process may use (Linux)."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -79,7 +137,7 @@ def written() -> dict[str, str]:
             missed = ", **missed**" if row.ratio > row.limit else ""
             lines.append(f"| {row.what} | {row.against} | {row.ratio:.3g} | {row.limit:.2f}{missed} |")
     about = [f"- `benchmarks/{name}.py`: {content['source']}; {content['machine']}" for name, content in found.items()]
-    return {"ratios": "\n".join(lines) + "\n", "source": "\n".join(about) + "\n"}
+    return {"ratios": "\n".join(lines) + "\n", "source": "\n".join(about) + "\n", **whole()}
 
 
 if __name__ == "__main__":

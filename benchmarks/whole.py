@@ -1,0 +1,256 @@
+"""What a user waits for: whole commands beside the arithmetic of their forwards, and beside other tools' removals.
+
+    python benchmarks/whole.py --text A.txt --report B.txt [--model MODEL ...] [--peers PYTHON]
+        [--llm-drop FOLDER --llm-drop-python PYTHON]
+
+Every command and every tool is a process of its own on one folder in float32, and its time is that of the processor,
+imports and loading among it. A command's matrix products are counted while it runs (those of a backward too) and held
+against plain forwards, run before and after it. A quarter of the layers goes; A chooses, B tells the perplexity. PYTHON
+has optipfair and mergekit, and --llm-drop-python what the checkout of LLM-Drop at FOLDER needs. Writes whole.json
+beside this file; a model that is measured again has new rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from results import Row, save_rows
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+import lyapunov_prune as lp
+from lyapunov_prune.pruning.provenance import made_by
+from lyapunov_prune.results.wording import ranges, runs
+
+TOKENS, CONTEXT, SHARE = 2048, 256, 0.25
+SEARCH = 5  # forwards of prune
+MINUTES = 5  # of shrink
+Layers = tuple[int, ...]
+READ = f"--tokens {TOKENS} --context {CONTEXT}".split()
+EXPLAINED = f"--tokens {CONTEXT} --context {CONTEXT}".split()
+PLAIN = 2  # windows of a plain forward
+
+OPTIPFAIR = """
+import sys, torch
+from optipfair import analyze_layer_importance, prune_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+dense, ids, remove, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(dense).eval()
+windows = [{"input_ids": row[None]} for row in torch.load(ids)]
+scores = analyze_layer_importance(model, windows, show_progress=False)
+gone = sorted(scores, key=scores.get)[: int(remove)]
+prune_model(model, pruning_type="DEPTH", layer_indices=sorted(gone), show_progress=False).save_pretrained(out)
+AutoTokenizer.from_pretrained(dense).save_pretrained(out)
+print(sorted(gone))
+"""
+
+
+class Counted(TorchDispatchMode):
+    """Within the block, `flops` adds up what matrix products and attentions take."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        output = func(*args, **given)
+        if func.overloadpacket in flop_registry:
+            self.flops += flop_registry[func.overloadpacket](*args, **given, out_val=output)
+        return output
+
+
+def command(report: str, words: list[str]) -> None:
+    """In a process of its own: one command of the program; its products and seconds go to the file `report`."""
+    from lyapunov_prune.cli.app import main as program
+
+    sys.argv = ["lyapunov-prune", *words]
+    with Counted() as counted:
+        try:
+            program()
+        except SystemExit as ended:
+            if ended.code:
+                raise
+    Path(report).write_text(json.dumps({"flops": counted.flops, "seconds": time.process_time()}), encoding="utf-8")
+
+
+def called(words: Sequence[str | Path], folder: Path | None = None) -> tuple[float, str]:
+    """Seconds of the processor of a process and its children, and what it printed. Raises CalledProcessError."""
+
+    def used() -> float:
+        found = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return found.ru_utime + found.ru_stime
+
+    before = used()
+    done = subprocess.run(list(map(str, words)), check=True, cwd=folder, capture_output=True, text=True)
+    return used() - before, done.stdout
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command or a tool took: `flops` where they were counted; layers that are `gone` and the model `out`."""
+
+    seconds: float
+    flops: int | None = None
+    gone: Layers = ()
+    out: Path | None = None
+
+
+class Model:
+    """A model in a folder, `dense`, with the texts that choose and judge, and its rows so far."""
+
+    def __init__(self, source: str, place: Path, text: str, report: str) -> None:
+        self.loaded = lp.load(source, dtype="float32")
+        self.name, self.place, self.text, self.dense = Path(source).stem, place, text, place / "dense"
+        self.loaded.model.save_pretrained(self.dense)
+        self.loaded.tokenizer.save_pretrained(self.dense)
+        self.remove = int(SHARE * self.loaded.structure.num_layers)
+        self.chosen_on = lp.load_text(text, self.loaded.tokenizer, tokens=TOKENS, context=CONTEXT)
+        self.judged_on = lp.load_text(report, self.loaded.tokenizer, tokens=TOKENS, context=CONTEXT, split="all")
+        self.perplexity = lp.perplexity(self.loaded.model, self.judged_on)
+        self.rows: list[Row] = []
+        with Counted() as counted:
+            self.plain()
+        self.flops = counted.flops
+
+    @torch.no_grad()
+    def plain(self) -> float:
+        """Seconds of the processor for a forward of the first windows of the text that chooses."""
+        start = time.process_time()
+        for row in self.chosen_on.ids[:PLAIN]:
+            self.loaded.model(row[None], use_cache=False)
+        return time.process_time() - start
+
+    def row(self, what: str, run: Callable[[], Ran]) -> None:
+        """What `run` takes beside plain forwards in turn, and the perplexity without the layers that it removed.
+
+        Of a tool that fails the row has what it said last.
+        """
+        plain = [self.plain()]
+        try:
+            ran = run()
+        except subprocess.CalledProcessError as failed:
+            self.keep(Row(self.name, what, said=failed.stderr.strip().splitlines()[-1]))
+            return
+        forward, ratio = (plain[0] + self.plain()) / 2, None
+        if ran.gone:
+            changed = lp.load(str(ran.out)).model if ran.out else lp.remove_layers(self.loaded.model, ran.gone)
+            ratio = tuple(lp.perplexity(changed, self.judged_on).ratio_to(self.perplexity))
+        arithmetic = None if ran.flops is None else ran.flops / self.flops
+        self.keep(Row(self.name, what, ran.seconds, forward, arithmetic, ranges(sorted(ran.gone), " to "), ratio))
+
+    def keep(self, row: Row) -> None:
+        print(row, flush=True)
+        self.rows.append(row)
+        chosen, judged = (batch.measured_on(self.loaded.model) for batch in (self.chosen_on, self.judged_on))
+        save_rows(self.name, self.rows, f"{judged.line()}; chosen on {chosen.line()}")
+
+    def own(self, words: Sequence[str | Path], out: Path | None = None) -> Ran:
+        """A command of the program; `out` is the model that it writes."""
+        told = self.place / "told.json"
+        written = [] if out is None else ["-o", out]
+        called([sys.executable, __file__, "command", told, *words, *written, "--quiet"])
+        found = json.loads(told.read_text(encoding="utf-8"))
+        made = None if out is None else made_by(str(out))
+        gone = made.plan.remove if made else ()
+        return Ran(found["seconds"], found["flops"], gone, out)
+
+    def commands(self) -> None:
+        pruned, again, shrunk = (self.place / name for name in ("pruned", "again", "shrunk"))
+        on, remove = ["--text", self.text, *READ], ["--remove", str(self.remove)]
+        for what, words, out in (
+            ("profile --seeds 1", ["profile", self.dense, *on, "--seeds", "1"], None),
+            (f"prune --search {SEARCH}", ["prune", self.dense, *on, *remove, "--search", str(SEARCH)], pruned),
+            ("explain, of that", ["explain", self.dense, pruned, "--text", self.text, *EXPLAINED], None),
+            (f"shrink --minutes {MINUTES}", ["shrink", self.dense, *on, *remove, "--minutes", str(MINUTES)], shrunk),
+        ):
+            self.row(f"`{what}`", partial(self.own, words, out))
+        made = made_by(str(pruned))
+        assert made
+        self.kept = made.kept_to_original
+        gone = ",".join(map(str, made.plan.remove))
+        self.row("`prune --layers`, the same", partial(self.own, ["prune", self.dense, "--layers", gone], again))
+
+    def optipfair(self, python: Path) -> Ran:
+        """The layers of least importance by its own measurement, removed and written by it."""
+        ids, out = self.place / "ids.pt", self.place / "optipfair"
+        torch.save(self.chosen_on.ids, ids)
+        seconds, said = called([python, "-c", OPTIPFAIR, self.dense, ids, str(self.remove), out])
+        return Ran(seconds, gone=tuple(json.loads(said.strip().splitlines()[-1])), out=out)
+
+    def mergekit(self, python: Path) -> Ran:
+        """It has no scores: the slices that are left once `prune` has chosen."""
+        asked, out = self.place / "slices.yml", self.place / "mergekit"
+        slices = [
+            {"sources": [{"model": str(self.dense), "layer_range": [first, last + 1]}]}
+            for first, last in runs(self.kept)
+        ]
+        asked.write_text(json.dumps({"slices": slices, "merge_method": "passthrough", "dtype": "float32"}))
+        seconds, _ = called([python.with_name("mergekit-yaml"), asked, out])
+        return Ran(seconds, gone=tuple(set(range(self.loaded.structure.num_layers)) - set(self.kept)), out=out)
+
+    def llm_drop(self, folder: Path, python: Path) -> Ran:
+        """Its block drop: which layers it drops, and then its checkpoint, which only its own transformers loads."""
+        out, data = self.place / "llm_drop", self.place / "data"
+        data.mkdir()
+        text = self.loaded.tokenizer.decode(self.chosen_on.ids.flatten())
+        (data / "calibration.json").write_text(json.dumps([{"text": text}]), encoding="utf-8")
+        told = {"calibration": {"file_name": "calibration.json", "columns": {"prompt": "text"}}}
+        (data / "dataset_info.json").write_text(json.dumps(told), encoding="utf-8")
+        asked: dict[str, object] = {
+            "stage": "prune",
+            "model_name_or_path": self.dense,
+            "dataset": "calibration",
+            "dataset_dir": data,
+            "split": "train",
+            "prune_data_type": "pt",
+            "cutoff_len": CONTEXT,
+            "output_dir": out,
+            "n_calibration_samples": TOKENS // CONTEXT,
+            "prune_method": "block_drop",
+            "drop_n": self.remove,
+            "prune_model_save_path": out / "checkpoint",
+        }
+        seconds = 0.0
+        for step in ("discrete", "post_dropping"):
+            words = [f"--{name}={value}" for name, value in {**asked, "block_drop_method": step}.items()]
+            seconds += called([python, folder / "src" / "compress.py", *words], folder / "src")[0]
+        left = json.loads((out / "checkpoint" / "reserved_layers.json").read_text(encoding="utf-8"))
+        return Ran(seconds, gone=tuple(set(range(self.loaded.structure.num_layers)) - set(left)))
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["command"]:
+        command(sys.argv[2], sys.argv[3:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", action="append", help="As the commands take it; default: the built-in model.")
+    parser.add_argument("--text", required=True, help="Chooses.")
+    parser.add_argument("--report", required=True, help="Judges.")
+    parser.add_argument("--peers", type=Path, help="A python that has optipfair and mergekit.")
+    parser.add_argument("--llm-drop", type=Path, help="A checkout of LLM-Drop.")
+    parser.add_argument("--llm-drop-python", type=Path, help="A python that has what it needs.")
+    asked = parser.parse_args()
+    for source in asked.model or ["smollm2-135m"]:
+        with tempfile.TemporaryDirectory(prefix="lyapunov-prune-bench-") as place:
+            model = Model(source, Path(place), asked.text, asked.report)
+            model.commands()
+            if asked.peers:
+                model.row("optipfair, its cosine importance", partial(model.optipfair, asked.peers))
+                model.row("mergekit, the layers of `prune`", partial(model.mergekit, asked.peers))
+            if asked.llm_drop:
+                model.row("LLM-Drop, block drop", partial(model.llm_drop, asked.llm_drop, asked.llm_drop_python))
+
+
+if __name__ == "__main__":
+    main()
