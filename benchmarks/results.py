@@ -7,6 +7,7 @@ import os
 import platform
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lyapunov_prune.evaluation.speed import SpeedRow
 from lyapunov_prune.results.files import write_whole
@@ -81,18 +82,23 @@ class Benchmark:
         write_whole(HERE / f"{self.command}.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-def save_rows(model: str, rows: list[Row], on: str) -> None:
-    """Keep the rows of a model in whole.json beside those of the others; `on` says what they were measured on."""
+def save_row(row: Row, on: str) -> None:
+    """Keep a row in whole.json, in place of one of the same model and job; `on` says what it was measured on."""
+    kept = _kept()
+    rows = {old["what"]: old for old in kept.get(row.model, {}).get("rows", [])} | {row.what: asdict(row)}
+    kept[row.model] = {"machine": machine(), "versions": versions(), "on": on, "rows": list(rows.values())}
+    write_whole(HERE / "whole.json", json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+
+
+def _kept() -> dict[str, Any]:
+    """What whole.json holds, by model."""
     file = HERE / "whole.json"
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    kept[model] = {"machine": machine(), "versions": versions(), "on": on, "rows": [asdict(row) for row in rows]}
-    write_whole(file, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def whole() -> dict[str, str]:
     """The table of whole commands, and what it was measured on."""
-    file = HERE / "whole.json"
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    kept = _kept()
     head = (
         "model",
         "what",

@@ -1,13 +1,12 @@
 """What a user waits for: whole commands beside the arithmetic of their forwards, and beside other tools' removals.
 
     python benchmarks/whole.py --text A.txt --report B.txt [--model MODEL ...] [--peers PYTHON]
-        [--llm-drop FOLDER --llm-drop-python PYTHON]
+        [--llm-drop FOLDER PYTHON]
 
 Every command and every tool is a process of its own on one folder in float32, and its time is that of the processor,
 imports and loading among it. A command's matrix products are counted while it runs (those of a backward too) and held
-against plain forwards, run before and after it. A quarter of the layers goes; A chooses, B tells the perplexity. PYTHON
-has optipfair and mergekit, and --llm-drop-python what the checkout of LLM-Drop at FOLDER needs. Writes whole.json
-beside this file; a model that is measured again has new rows.
+against plain forwards, run before and after it. A quarter of the layers goes; A chooses, B tells the perplexity. The
+first PYTHON has optipfair and mergekit. Each row goes into whole.json beside this file once it is measured.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results import Row, save_rows
+from results import Row, save_row
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -35,12 +35,8 @@ from lyapunov_prune.pruning.provenance import made_by
 from lyapunov_prune.results.wording import ranges, runs
 
 TOKENS, CONTEXT, SHARE = 2048, 256, 0.25
-SEARCH = 5  # forwards of prune
-MINUTES = 5  # of shrink
-Layers = tuple[int, ...]
-READ = f"--tokens {TOKENS} --context {CONTEXT}".split()
-EXPLAINED = f"--tokens {CONTEXT} --context {CONTEXT}".split()
-PLAIN = 2  # windows of a plain forward
+READ, EXPLAINED = (f"--tokens {tokens} --context {CONTEXT}".split() for tokens in (TOKENS, CONTEXT))
+SEARCH, MINUTES, PLAIN = 5, 5, 2  # forwards of prune, minutes of shrink, windows of a plain forward
 
 OPTIPFAIR = """
 import sys, torch
@@ -102,12 +98,12 @@ class Ran:
 
     seconds: float
     flops: int | None = None
-    gone: Layers = ()
+    gone: tuple[int, ...] = ()
     out: Path | None = None
 
 
 class Model:
-    """A model in a folder, `dense`, with the texts that choose and judge, and its rows so far."""
+    """A model in a folder, `dense`, with the texts that choose and judge."""
 
     def __init__(self, source: str, place: Path, text: str, report: str) -> None:
         self.loaded = lp.load(source, dtype="float32")
@@ -118,7 +114,6 @@ class Model:
         self.chosen_on = lp.load_text(text, self.loaded.tokenizer, tokens=TOKENS, context=CONTEXT)
         self.judged_on = lp.load_text(report, self.loaded.tokenizer, tokens=TOKENS, context=CONTEXT, split="all")
         self.perplexity = lp.perplexity(self.loaded.model, self.judged_on)
-        self.rows: list[Row] = []
         with Counted() as counted:
             self.plain()
         self.flops = counted.flops
@@ -136,49 +131,50 @@ class Model:
 
         Of a tool that fails the row has what it said last.
         """
-        plain = [self.plain()]
+        before = self.plain()
         try:
             ran = run()
         except subprocess.CalledProcessError as failed:
             self.keep(Row(self.name, what, said=failed.stderr.strip().splitlines()[-1]))
             return
-        forward, ratio = (plain[0] + self.plain()) / 2, None
+        forward, ratio = (before + self.plain()) / 2, None
         if ran.gone:
             changed = lp.load(str(ran.out)).model if ran.out else lp.remove_layers(self.loaded.model, ran.gone)
-            ratio = tuple(lp.perplexity(changed, self.judged_on).ratio_to(self.perplexity))
-        arithmetic = None if ran.flops is None else ran.flops / self.flops
-        self.keep(Row(self.name, what, ran.seconds, forward, arithmetic, ranges(sorted(ran.gone), " to "), ratio))
+            ratio = lp.perplexity(changed, self.judged_on).ratio_to(self.perplexity)
+        counted = ran.flops and ran.flops / self.flops
+        self.keep(Row(self.name, what, ran.seconds, forward, counted, ranges(ran.gone, " to "), ratio))
+
+    def others(self, kept: Sequence[int]) -> tuple[int, ...]:
+        return tuple(k for k in range(self.loaded.structure.num_layers) if k not in kept)
 
     def keep(self, row: Row) -> None:
         print(row, flush=True)
-        self.rows.append(row)
-        chosen, judged = (batch.measured_on(self.loaded.model) for batch in (self.chosen_on, self.judged_on))
-        save_rows(self.name, self.rows, f"{judged.line()}; chosen on {chosen.line()}")
+        judged, chosen = (b.measured_on(self.loaded.model).line() for b in (self.judged_on, self.chosen_on))
+        save_row(row, f"{judged}; chosen on {chosen}")
 
     def own(self, words: Sequence[str | Path], out: Path | None = None) -> Ran:
         """A command of the program; `out` is the model that it writes."""
         told = self.place / "told.json"
-        written = [] if out is None else ["-o", out]
+        written: list[str | Path] = [] if out is None else ["-o", out]
         called([sys.executable, __file__, "command", told, *words, *written, "--quiet"])
         found = json.loads(told.read_text(encoding="utf-8"))
-        made = None if out is None else made_by(str(out))
-        gone = made.plan.remove if made else ()
-        return Ran(found["seconds"], found["flops"], gone, out)
+        made = made_by(str(out)) if out else None
+        return Ran(found["seconds"], found["flops"], made.plan.remove if made else (), out)
 
     def commands(self) -> None:
         pruned, again, shrunk = (self.place / name for name in ("pruned", "again", "shrunk"))
         on, remove = ["--text", self.text, *READ], ["--remove", str(self.remove)]
-        for what, words, out in (
+        asked: list[tuple[str, list[str | Path], Path | None]] = [
             ("profile --seeds 1", ["profile", self.dense, *on, "--seeds", "1"], None),
             (f"prune --search {SEARCH}", ["prune", self.dense, *on, *remove, "--search", str(SEARCH)], pruned),
             ("explain, of that", ["explain", self.dense, pruned, "--text", self.text, *EXPLAINED], None),
             (f"shrink --minutes {MINUTES}", ["shrink", self.dense, *on, *remove, "--minutes", str(MINUTES)], shrunk),
-        ):
+        ]
+        for what, words, out in asked:
             self.row(f"`{what}`", partial(self.own, words, out))
         made = made_by(str(pruned))
         assert made
-        self.kept = made.kept_to_original
-        gone = ",".join(map(str, made.plan.remove))
+        self.kept, gone = made.kept_to_original, ",".join(map(str, made.plan.remove))
         self.row("`prune --layers`, the same", partial(self.own, ["prune", self.dense, "--layers", gone], again))
 
     def optipfair(self, python: Path) -> Ran:
@@ -191,42 +187,40 @@ class Model:
     def mergekit(self, python: Path) -> Ran:
         """It has no scores: the slices that are left once `prune` has chosen."""
         asked, out = self.place / "slices.yml", self.place / "mergekit"
-        slices = [
-            {"sources": [{"model": str(self.dense), "layer_range": [first, last + 1]}]}
-            for first, last in runs(self.kept)
-        ]
+        kept = [[first, last + 1] for first, last in runs(self.kept)]
+        slices = [{"sources": [{"model": str(self.dense), "layer_range": layers}]} for layers in kept]
         asked.write_text(json.dumps({"slices": slices, "merge_method": "passthrough", "dtype": "float32"}))
-        seconds, _ = called([python.with_name("mergekit-yaml"), asked, out])
-        return Ran(seconds, gone=tuple(set(range(self.loaded.structure.num_layers)) - set(self.kept)), out=out)
+        return Ran(called([python.with_name("mergekit-yaml"), asked, out])[0], gone=self.others(self.kept), out=out)
 
     def llm_drop(self, folder: Path, python: Path) -> Ran:
-        """Its block drop: which layers it drops, and then its checkpoint, which only its own transformers loads."""
-        out, data = self.place / "llm_drop", self.place / "data"
+        """Its block drop, on a copy whose settings have the names of transformers 4, which it needs."""
+        out, data, older = (self.place / name for name in ("llm_drop", "data", "older"))
         data.mkdir()
+        shutil.copytree(self.dense, older)
+        theta = {"rope_theta": self.loaded.model.config.rope_parameters.get("rope_theta"), "rope_parameters": None}
+        names = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
+        for file, more in (("config.json", theta), ("tokenizer_config.json", names)):
+            settings = json.loads((older / file).read_text(encoding="utf-8")) | more
+            (older / file).write_text(json.dumps(settings), encoding="utf-8")
         text = self.loaded.tokenizer.decode(self.chosen_on.ids.flatten())
         (data / "calibration.json").write_text(json.dumps([{"text": text}]), encoding="utf-8")
-        told = {"calibration": {"file_name": "calibration.json", "columns": {"prompt": "text"}}}
-        (data / "dataset_info.json").write_text(json.dumps(told), encoding="utf-8")
-        asked: dict[str, object] = {
-            "stage": "prune",
-            "model_name_or_path": self.dense,
-            "dataset": "calibration",
-            "dataset_dir": data,
-            "split": "train",
-            "prune_data_type": "pt",
-            "cutoff_len": CONTEXT,
-            "output_dir": out,
-            "n_calibration_samples": TOKENS // CONTEXT,
-            "prune_method": "block_drop",
-            "drop_n": self.remove,
-            "prune_model_save_path": out / "checkpoint",
-        }
-        seconds = 0.0
-        for step in ("discrete", "post_dropping"):
-            words = [f"--{name}={value}" for name, value in {**asked, "block_drop_method": step}.items()]
-            seconds += called([python, folder / "src" / "compress.py", *words], folder / "src")[0]
+        about = {"calibration": {"file_name": "calibration.json", "columns": {"prompt": "text"}}}
+        (data / "dataset_info.json").write_text(json.dumps(about), encoding="utf-8")
+        words = (
+            f"--stage=prune --dataset=calibration --split=train --prune_data_type=pt --cutoff_len={CONTEXT} "
+            f"--n_calibration_samples={TOKENS // CONTEXT} --prune_method=block_drop --drop_n={self.remove}"
+        ).split()
+        words += [f"--model_name_or_path={older}", f"--dataset_dir={data}", f"--output_dir={out}"]
+        program: list[str | Path] = [
+            python,
+            folder / "src" / "compress.py",
+            *words,
+            f"--prune_model_save_path={out / 'checkpoint'}",
+        ]
+        steps = [f"--block_drop_method={step}" for step in ("discrete", "post_dropping")]
+        seconds = sum(called([*program, step], folder / "src")[0] for step in steps)
         left = json.loads((out / "checkpoint" / "reserved_layers.json").read_text(encoding="utf-8"))
-        return Ran(seconds, gone=tuple(set(range(self.loaded.structure.num_layers)) - set(left)))
+        return Ran(seconds, gone=self.others(left))
 
 
 def main() -> None:
@@ -238,8 +232,7 @@ def main() -> None:
     parser.add_argument("--text", required=True, help="Chooses.")
     parser.add_argument("--report", required=True, help="Judges.")
     parser.add_argument("--peers", type=Path, help="A python that has optipfair and mergekit.")
-    parser.add_argument("--llm-drop", type=Path, help="A checkout of LLM-Drop.")
-    parser.add_argument("--llm-drop-python", type=Path, help="A python that has what it needs.")
+    parser.add_argument("--llm-drop", nargs=2, type=Path, help="A checkout, and a python that has what it needs.")
     asked = parser.parse_args()
     for source in asked.model or ["smollm2-135m"]:
         with tempfile.TemporaryDirectory(prefix="lyapunov-prune-bench-") as place:
@@ -249,7 +242,7 @@ def main() -> None:
                 model.row("optipfair, its cosine importance", partial(model.optipfair, asked.peers))
                 model.row("mergekit, the layers of `prune`", partial(model.mergekit, asked.peers))
             if asked.llm_drop:
-                model.row("LLM-Drop, block drop", partial(model.llm_drop, asked.llm_drop, asked.llm_drop_python))
+                model.row("LLM-Drop, block drop", partial(model.llm_drop, *asked.llm_drop))
 
 
 if __name__ == "__main__":

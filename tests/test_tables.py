@@ -178,6 +178,24 @@ def test_a_ratio_over_its_limit_is_shown_as_missed(tmp_path: Path, monkeypatch: 
     assert "- `benchmarks/run.py`: one run of benchmarks/run.py; " in found["source"]
 
 
+def test_a_row_of_a_whole_command_replaces_its_earlier_one_and_a_tool_that_cannot_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "HERE", tmp_path)
+    for row in (
+        results.Row("m", "a", 1.0, 1.0, 1.0),
+        results.Row("m", "b", said="it cannot"),
+        results.Row("m", "a", 30.0, 2.0, 10.0, "3 to 5", (1.25, 1.2, 1.3)),
+        results.Row("m", "c", 30.0, 2.0, None, "3 to 5", (1.25, 1.2, 1.3)),
+    ):
+        results.save_row(row, "a text")
+    assert results.written()["whole"].splitlines()[2:] == [
+        "| m | a | 30 s | 20 s | 1.50 | 3 to 5 | 1.25 (1.2–1.3) |",
+        "| m | b | cannot: it cannot | — | — | — | — |",
+        "| m | c | 30 s | — | — | 3 to 5 | 1.25 (1.2–1.3) |",
+    ]
+
+
 def test_a_marker_within_a_sentence_begins_no_line() -> None:
     """Such a line would be a block of HTML, and shown as it is."""
     for document in tables.DOCUMENTS:

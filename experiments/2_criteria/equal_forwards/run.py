@@ -107,11 +107,12 @@ def measure(given: Inputs, remove: float, searches: Sequence[float]) -> EqualFor
         gone = [block for layer in best.remove for block in layers[layer]]
         seen = checking.batch.ids[:, : checking.batch.ids.shape[1] // PART].numel(), checking.batch.ids.numel()
         found.append(chosen("`best`", search, best.forwards, seen, gone, judged))
-        for way, (units, score) in {
+        ways: dict[str, tuple[list[Unit], Score]] = {
             "SLEB": (layers, loss),
             "greedy by KL": (layers, divergence),
             "BlockPruner": ([(block,) for block in blocks], loss),
-        }.items():
+        }
+        for way, (units, score) in ways.items():
             budget = best.forwards * checking.batch.ids.numel()
             spent, read_tokens, gone = greedy(reading, units, count / len(layers), budget, whole.head, score)
             forwards = spent / checking.batch.ids.numel()
