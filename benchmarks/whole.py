@@ -35,8 +35,9 @@ from lyapunov_prune.pruning.provenance import made_by
 from lyapunov_prune.results.wording import ranges, runs
 
 TOKENS, CONTEXT, SHARE = 2048, 256, 0.25
-READ, EXPLAINED = (f"--tokens {tokens} --context {CONTEXT}".split() for tokens in (TOKENS, CONTEXT))
-SEARCH, MINUTES, PLAIN = 5, 5, 2  # forwards of prune, minutes of shrink, windows of a plain forward
+# What each command reads; shrink asks for as much at least.
+READ, EXPLAINED, SHRUNK = (f"--tokens {tokens} --context {CONTEXT}".split() for tokens in (TOKENS, CONTEXT, 8192))
+SEARCH, PLAIN = 5, 2  # forwards of prune, windows of a plain forward
 
 OPTIPFAIR = """
 import sys, torch
@@ -163,12 +164,12 @@ class Model:
 
     def commands(self) -> None:
         pruned, again, shrunk = (self.place / name for name in ("pruned", "again", "shrunk"))
-        on, remove = ["--text", self.text, *READ], ["--remove", str(self.remove)]
+        on, remove = ["--text", self.text], ["--remove", str(self.remove)]
         asked: list[tuple[str, list[str | Path], Path | None]] = [
-            ("profile --seeds 1", ["profile", self.dense, *on, "--seeds", "1"], None),
-            (f"prune --search {SEARCH}", ["prune", self.dense, *on, *remove, "--search", str(SEARCH)], pruned),
-            ("explain, of that", ["explain", self.dense, pruned, "--text", self.text, *EXPLAINED], None),
-            (f"shrink --minutes {MINUTES}", ["shrink", self.dense, *on, *remove, "--minutes", str(MINUTES)], shrunk),
+            ("profile --seeds 1", ["profile", self.dense, *on, *READ, "--seeds", "1"], None),
+            (f"prune --search {SEARCH}", ["prune", self.dense, *on, *READ, *remove, "--search", str(SEARCH)], pruned),
+            ("explain, of that", ["explain", self.dense, pruned, *on, *EXPLAINED], None),
+            ("shrink", ["shrink", self.dense, *on, *SHRUNK, *remove], shrunk),
         ]
         for what, words, out in asked:
             self.row(f"`{what}`", partial(self.own, words, out))
