@@ -19,40 +19,36 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
-from torch import nn
 
 from experiments.common import Each, Inputs, Model, measure_each, run_command
 from experiments.statements import percent, ratio, runs, table
 from experiments.unseen import OnUnseenText, settings
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.evaluation.judging import POWER, apart
-from lyapunov_prune.forward.branches import find_branches, layer_children, tried
-from lyapunov_prune.forward.hooks import hidden_of, residual_stream, run_backbone, with_hidden
+from lyapunov_prune.forward.anatomy import KINDS, Sublayer, silent
+from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Reading, read
-from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.ranking.best import best_removal
 from lyapunov_prune.ranking.candidates import SearchCost
 from lyapunov_prune.ranking.search import PART
 
 HERE = Path(__file__).parent
-PARTS = ("attention", "MLP")
 FEW = 16  # tokens that a step reads at least
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
-    """Attention or MLP of a layer: the module whose output it adds, and its share of the parameters of all layers."""
+    """Attention or MLP of a layer, and its share of the parameters of all layers."""
 
     layer: int
-    part: str
-    exit: nn.Module
+    kind: str
+    part: Sublayer
     share: float
 
 
@@ -96,9 +92,9 @@ def main(
 
 def measure(given: Inputs, remove: float, searches: Sequence[float]) -> EqualForwards:
     decoder = given.loaded
-    blocks = blocks_of(decoder)
-    layers = [tuple(b for b in blocks if b.layer == layer) for layer in range(decoder.structure.num_layers)]
     reading, judged = read(decoder, given.calibration), read(decoder, given.evaluation)
+    blocks = blocks_of(reading)
+    layers = [tuple(b for b in blocks if b.layer == layer) for layer in range(decoder.structure.num_layers)]
     count, found = int(remove * len(layers)), list[Chosen]()
     scoring, checking = apart(reading, of=2, most=None, least=POWER)
     whole = SearchCost.of(checking, scoring)
@@ -121,29 +117,21 @@ def measure(given: Inputs, remove: float, searches: Sequence[float]) -> EqualFor
     return EqualForwards(dense, *given.origins, tuple(found))
 
 
-def blocks_of(decoder: Decoder) -> list[Block]:
+def blocks_of(reading: Reading) -> list[Block]:
     """Attention and MLP of every layer, in their order."""
-    inside = sum(p.numel() for p in decoder.structure.layers.parameters())
-    found: list[Block] = []
-
-    def see(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        both = find_branches(layer, args, kwargs, layer_children(decoder.structure, index))
-        for part, branch in zip(PARTS, both, strict=True):
-            held = sum(p.numel() for name in branch.parts for p in layer.get_submodule(name).parameters())
-            found.append(Block(index, part, branch.exit, held / inside))
-
-    with torch.no_grad():
-        tried(decoder, range(decoder.structure.num_layers), see)
+    layers = reading.structure.layers
+    inside = sum(p.numel() for p in layers.parameters())
+    found = []
+    for index, anatomy in reading.anatomy.items():
+        for kind, part in anatomy.whole.items():
+            names = [name for branch in part.branches for name in branch.parts]
+            held = sum(p.numel() for name in names for p in layers[index].get_submodule(name).parameters())
+            found.append(Block(index, kind, part, held / inside))
     return found
 
 
 def without(blocks: Sequence[Block]) -> AbstractContextManager[None]:
-    """In every forward inside the block, `blocks` add nothing to the residual stream."""
-
-    def nothing(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return with_hidden(output, torch.zeros_like(hidden_of(output)))
-
-    return hooked(after=[(block.exit, nothing) for block in blocks])
+    return silent(*(block.part for block in blocks))
 
 
 @torch.no_grad()
@@ -223,7 +211,7 @@ def losses(reading: Reading, gone: Sequence[Block]) -> np.ndarray:
 def chosen(
     way: str, search: float, forwards: float, tokens: tuple[int, int], gone: Sequence[Block], judged: Reading
 ) -> Chosen:
-    attentions, mlps = (tuple(sorted(b.layer for b in gone if b.part == part)) for part in PARTS)
+    attentions, mlps = (tuple(sorted(b.layer for b in gone if b.kind == kind)) for kind in KINDS)
     found = Chosen(way, search, forwards, tokens, attentions, mlps, _share(gone), losses(judged, gone))
     print(f"{way}: {forwards:.2f} forwards, without {attentions} and {mlps}: {found.windows.mean():.4f}", flush=True)
     return found
