@@ -108,9 +108,10 @@ def measure(given: Inputs, remove: float, searches: Sequence[float]) -> EqualFor
             "greedy by KL": (layers, divergence),
             "BlockPruner": ([(block,) for block in blocks], loss),
         }
+        target = _share(gone)
         for way, (units, score) in ways.items():
             budget = best.forwards * checking.batch.ids.numel()
-            spent, read_tokens, gone = greedy(reading, units, count / len(layers), budget, whole.head, score)
+            spent, read_tokens, gone = greedy(reading, units, target, budget, whole.head, score)
             forwards = spent / checking.batch.ids.numel()
             found.append(chosen(way, search, forwards, read_tokens, gone, judged))
     dense = losses(judged, [])
