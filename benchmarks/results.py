@@ -113,7 +113,7 @@ def whole() -> dict[str, str]:
         for row in (Row(**row) for row in content["rows"]):
             lines.append(f"| {row.model} | {row.what} | {' | '.join(_cells(row))} |")
     about = [f"- {content['on']}; {content['machine']}" for content in kept.values()]
-    return {"whole": "\n".join(lines) + "\n", "whole source": "\n".join(about) + "\n"}
+    return {"whole": "\n".join(lines) + "\n", "whole_source": "\n".join(about) + "\n"}
 
 
 def _cells(row: Row) -> list[str]:

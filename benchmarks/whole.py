@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,8 +150,8 @@ class Model:
 
     def keep(self, row: Row) -> None:
         print(row, flush=True)
-        judged, chosen = (b.measured_on(self.loaded.model).line() for b in (self.judged_on, self.chosen_on))
-        save_row(row, f"{judged}; chosen on {chosen}")
+        batches = [replace(b, text=Path(b.text).name) for b in (self.judged_on, self.chosen_on)]
+        save_row(row, "; chosen on ".join(b.measured_on(self.loaded.model).line() for b in batches))
 
     def own(self, words: Sequence[str | Path], out: Path | None = None) -> Ran:
         """A command of the program; `out` is the model that it writes."""

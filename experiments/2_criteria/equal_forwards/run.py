@@ -30,7 +30,7 @@ from experiments.common import Each, Inputs, Model, measure_each, run_command
 from experiments.statements import percent, ratio, runs, table
 from experiments.unseen import OnUnseenText, settings
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.evaluation.judging import POWER, apart
+from lyapunov_prune.evaluation.judging import POWER, apart, compare
 from lyapunov_prune.forward.anatomy import KINDS, Sublayer, silent
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Reading, read
@@ -39,6 +39,7 @@ from lyapunov_prune.ranking.candidates import SearchCost
 from lyapunov_prune.ranking.search import PART
 
 HERE = Path(__file__).parent
+BEST = "`best`"
 FEW = 16  # tokens that a step reads at least
 
 
@@ -102,7 +103,7 @@ def measure(given: Inputs, remove: float, searches: Sequence[float]) -> EqualFor
         best = best_removal(decoder, reading, count, search=search, folder=given.jobs)
         gone = [block for layer in best.remove for block in layers[layer]]
         seen = checking.batch.ids[:, : checking.batch.ids.shape[1] // PART].numel(), checking.batch.ids.numel()
-        found.append(chosen("`best`", search, best.forwards, seen, gone, judged))
+        found.append(chosen(BEST, search, best.forwards, seen, gone, judged))
         ways: dict[str, tuple[list[Unit], Score]] = {
             "SLEB": (layers, loss),
             "greedy by KL": (layers, divergence),
@@ -222,16 +223,25 @@ def written() -> dict[str, str]:
     results = EqualForwards.all(HERE)
     head = ("model, text", "chosen by", "forwards", "tokens a step", "attentions that go", "MLPs that go")
     rows = [row for result in results for row in _rows(result)]
+    compared = [compare(best.windows, each.windows) for result in results for best, each in _beside_best(result)]
+    better, worse = sum(c.harms for c in compared), sum(c.pays for c in compared)
     return {
         "setting": settings(results),
         "table": table((*head, "of the parameters", "over the dense", "over `best`"), rows),
+        "compared": f"{len(compared)} comparisons: better in {better}, worse in {worse}",
     }
+
+
+def _beside_best(result: EqualForwards) -> list[tuple[Chosen, Chosen]]:
+    """Every other choice, after the one of `best` that spent as much."""
+    best = {each.search: each for each in result.chosen if each.way == BEST}
+    return [(best[each.search], each) for each in result.chosen if each.way != BEST]
 
 
 def _rows(result: EqualForwards) -> list[tuple[object, ...]]:
     rows: list[tuple[object, ...]] = []
     for each in result.chosen:
-        best = next(c for c in result.chosen if c.search == each.search)
+        best = next((best for best, other in _beside_best(result) if other is each), each)
         rows.append(
             (
                 result.name,
