@@ -212,12 +212,8 @@ class Model:
             f"--n_calibration_samples={TOKENS // CONTEXT} --prune_method=block_drop --drop_n={self.remove}"
         ).split()
         words += [f"--model_name_or_path={older}", f"--dataset_dir={data}", f"--output_dir={out}"]
-        program: list[str | Path] = [
-            python,
-            folder / "src" / "compress.py",
-            *words,
-            f"--prune_model_save_path={out / 'checkpoint'}",
-        ]
+        words += [f"--prune_model_save_path={out / 'checkpoint'}"]
+        program: list[str | Path] = [python, folder / "src" / "compress.py", *words]
         steps = [f"--block_drop_method={step}" for step in ("discrete", "post_dropping")]
         seconds = sum(called([*program, step], folder / "src")[0] for step in steps)
         left = json.loads((out / "checkpoint" / "reserved_layers.json").read_text(encoding="utf-8"))
