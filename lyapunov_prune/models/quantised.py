@@ -155,7 +155,7 @@ def is_loadable(config: PreTrainedConfig) -> bool:
     return isinstance(packed, dict) and (packed.get("quant_method") not in READERS or reader_of(config) is not None)
 
 
-class _Settings(QuantizationConfigMixin):
+class _ReadBy(QuantizationConfigMixin):
     def __init__(self, quant_method: Any, **settings: Any) -> None:
         self.quant_method, self.dequantize = quant_method, True
 
@@ -214,7 +214,7 @@ class _Quantizer(HfQuantizer):
 def unpacker(config: PreTrainedConfig) -> HfQuantizer | None:
     """What has transformers unpack a checkpoint with this config; None without a reader."""
     reader = reader_of(config)
-    return None if reader is None else _Quantizer(_Settings(**reader.settings), reader)
+    return None if reader is None else _Quantizer(_ReadBy(**reader.settings), reader)
 
 
 @contextmanager
@@ -224,5 +224,5 @@ def unpacking(reader: Reader | None) -> Iterator[None]:
         if reader is not None:
             made: Any = partial(_Quantizer, reader=reader)
             tables.enter_context(patch.dict(AUTO_QUANTIZER_MAPPING, {reader.name: made}))
-            tables.enter_context(patch.dict(AUTO_QUANTIZATION_CONFIG_MAPPING, {reader.name: _Settings}))
+            tables.enter_context(patch.dict(AUTO_QUANTIZATION_CONFIG_MAPPING, {reader.name: _ReadBy}))
         yield

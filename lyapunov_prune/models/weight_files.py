@@ -27,7 +27,7 @@ _PACKED = {"I32": 16, "U8": 4, "I8": 4}  # the most weights in one integer of th
 _OF_A_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
 
 
-class Header(NamedTuple):
+class TensorHeader(NamedTuple):
     """The file of a tensor, its dtype as safetensors writes it (`F32`, `I8`), and its shape."""
 
     file: Path
@@ -92,17 +92,17 @@ def require_indexed(folder: Path, named: str | None) -> None:
                 )
 
 
-def headers(files: Iterable[Path]) -> dict[str, Header]:
+def headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
     """What these files say of each of their tensors, by name."""
-    held: dict[str, Header] = {}
+    held: dict[str, TensorHeader] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-            held |= {key: Header(path, part.get_dtype(), part.get_shape()) for key, part in slices.items()}
+            held |= {key: TensorHeader(path, part.get_dtype(), part.get_shape()) for key, part in slices.items()}
     return held
 
 
-def require_plain(held: Mapping[str, Header], reader: Reader | None) -> None:
+def require_plain(held: Mapping[str, TensorHeader], reader: Reader | None) -> None:
     """Raise LyapunovPruneError for matrices in 8 bits that `reader` does not unpack: they would lose their scales."""
     numbers, *beside = (PLAIN,) if reader is None else reader.parts
     for key, header in held.items():
@@ -114,7 +114,7 @@ def require_plain(held: Mapping[str, Header], reader: Reader | None) -> None:
             )
 
 
-def numbers_held(held: Mapping[str, Header]) -> int:
+def numbers_held(held: Mapping[str, TensorHeader]) -> int:
     """The most numbers that these tensors can hold: integers may be packed ones of 2 bits."""
     return sum(prod(header.shape) * _PACKED.get(header.dtype, 1) for header in held.values())
 
