@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import pickle
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+import lyapunov_prune as lp
 from lyapunov_prune.budget.blocks import BLOCKS
-from lyapunov_prune.budget.cost import TensorCost
+from lyapunov_prune.budget.cost import TensorCost, costs
 from lyapunov_prune.budget.fisher import matrices_of
-from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
+
+OURS, SQUARES = "Fisher", "squares"  # importances of columns
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a model by one importance of columns, what they took, and a forward of the same tokens."""
+
+    of: list[TensorCost]
+    seconds: float
+    forward: float
 
 
 @torch.no_grad()
@@ -38,6 +55,32 @@ def read_and_made(reading: Reading) -> tuple[dict[str, np.ndarray], dict[str, fl
             reading.model(ids, use_cache=False)
     tokens = reading.batch.tokens
     return {name: x / tokens for name, x in squares.items()}, {name: x / tokens for name, x in energy.items()}
+
+
+def mean_squares(decoder: Decoder, batch: lp.TokenBatch) -> dict[str, np.ndarray]:
+    """The mean squared input of every column of a matrix that multiplies states, by the model's names."""
+    squares, _ = read_and_made(read(decoder, batch))
+    return {name: values.astype(np.float32) for name, values in squares.items()}
+
+
+def costs_of(dense: Decoder, calibration: lp.TokenBatch, folder: Path, by: str = OURS) -> Costs:
+    """Measured once: they are kept in the folder of llama.cpp's files."""
+    kept = folder / f"costs-{by}.pickle"
+    if kept.exists():
+        known: Costs = pickle.loads(kept.read_bytes())
+        return known
+    reading = read(dense, calibration)
+    few, start = reading.windows(1)[:4], time.perf_counter()
+    with torch.no_grad():
+        for ids in few:
+            dense.model(ids, use_cache=False)
+    forward = (time.perf_counter() - start) * len(calibration) / len(few)
+    importance = None if by == OURS else mean_squares(dense, calibration)
+    start = time.perf_counter()
+    found = list(costs(reading, importance=importance))
+    known = Costs(found, time.perf_counter() - start, forward)
+    kept.write_bytes(pickle.dumps(known))
+    return known
 
 
 @torch.no_grad()

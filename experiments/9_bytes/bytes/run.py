@@ -13,8 +13,6 @@ text that chooses. Writes MODEL-TEXT.json after every row, one a text: an interr
 from __future__ import annotations
 
 import copy
-import pickle
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -28,10 +26,10 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.block_types import fill, read_and_made
+from experiments.block_types import OURS, SQUARES, Costs, costs_of, fill, mean_squares
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, draw, read_text, run, show
 from experiments.statements import bullets, quotient, short, table
-from lyapunov_prune.budget.cost import TensorCost, costs
+from lyapunov_prune.budget.cost import TensorCost
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.budget.spend import chosen_types
 from lyapunov_prune.export.gguf_whole import header_values
@@ -49,9 +47,8 @@ HERE = Path(__file__).parent
 CHOOSING = HERE / "importances"  # on the text that the default was chosen on
 SKIPPED = HERE.parents[1] / "2_criteria" / "removal_criteria" / "divergence.json"
 SIZES = ("Q4_K_M", "Q3_K_M", "Q6_K", "IQ4_XS", "Q5_K_M", "Q2_K")  # the first of them first, if time ends
-# The mixes of llama.cpp by the beginning of their files' names, and ours by the importance of columns.
+# The mixes of llama.cpp by the beginning of their files' names; ours is named by the importance of columns.
 PLAIN, PEER = "plain", "imatrix"
-OURS, SQUARES = "Fisher", "squares"
 NAMES = {PLAIN: "llama.cpp", PEER: "llama.cpp, importance matrix", OURS: "by cost"}
 BITS = 4.0  # from here on the prediction is to hold
 
@@ -89,15 +86,6 @@ class Bytes(Result):
 
     def find(self, size: str, by: str) -> Row | None:
         return next((row for row in self.rows if (row.size, row.by) == (size, by)), None)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The costs of a model by one importance of columns, what they took, and a forward of the same tokens."""
-
-    of: list[TensorCost]
-    seconds: float
-    forward: float
 
 
 @dataclass
@@ -177,32 +165,6 @@ def write_source(dense: Decoder, calibration: lp.TokenBatch, peer: Path) -> None
     pieces = [piece for piece, _ in stored_tensors(dense.model, family, "f32", {})]
     values = header_values(dense, dense.tokenizer, "f32")
     write_pieces(peer / "float32.gguf", values, pieces, gguf.GGUF_DEFAULT_ALIGNMENT)
-
-
-def mean_squares(decoder: Decoder, batch: lp.TokenBatch) -> dict[str, np.ndarray]:
-    """The mean squared input of every column of a matrix that multiplies states, by the model's names."""
-    squares, _ = read_and_made(read(decoder, batch))
-    return {name: values.astype(np.float32) for name, values in squares.items()}
-
-
-def costs_of(dense: Decoder, calibration: lp.TokenBatch, peer: Path, by: str) -> Costs:
-    """Measured once: they are kept beside the files of llama.cpp."""
-    kept = peer / f"costs-{by}.pickle"
-    if kept.exists():
-        known: Costs = pickle.loads(kept.read_bytes())
-        return known
-    reading = read(dense, calibration)
-    few, start = reading.windows(1)[:4], time.perf_counter()
-    with torch.no_grad():
-        for ids in few:
-            dense.model(ids, use_cache=False)
-    forward = (time.perf_counter() - start) * len(calibration) / len(few)
-    importance = None if by == OURS else mean_squares(dense, calibration)
-    start = time.perf_counter()
-    found = list(costs(reading, importance=importance))
-    known = Costs(found, time.perf_counter() - start, forward)
-    kept.write_bytes(pickle.dumps(known))
-    return known
 
 
 @torch.no_grad()
