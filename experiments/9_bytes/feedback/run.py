@@ -1,0 +1,153 @@
+"""GPTQ onto the blocks of a `.gguf` file: do later blocks that know the error of the earlier ones lose less?
+
+    python experiments/9_bytes/feedback/run.py --peer FOLDER [--model MODEL] [--text FILE]... [--size Q4_K_M]...
+
+MODEL is one off its grid, as `smollm2-135m-dithered-0`. The types are those that `shrink --size` takes at the bytes of
+llama.cpp's files in FOLDER (bytes/run.py), and stay the same. The matrices of the layers are then written without and
+with feedback (experiments/fed_back.py), layer by layer with the earlier layers already written. Writes MODEL-TEXT.json
+after every row, one a text: an interrupted run goes on. The texts decide whether feedback becomes part of `shrink`, so
+none is one to report on.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from transformers import PreTrainedModel
+
+from experiments.block_types import costs_of, fill
+from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, read_text, run, show
+from experiments.fed_back import fed_back
+from experiments.statements import bullets, quotient, table
+from lyapunov_prune.budget.cost import TensorCost
+from lyapunov_prune.budget.spend import chosen_types
+from lyapunov_prune.calibration.gram import damped
+from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.calibration.streaming import stream
+from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.gguf_header import read_header
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.predictions.divergence import kl_by_window
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+HERE = Path(__file__).parent
+SIZES = ("Q4_K_M", "Q3_K_M")
+DAMPINGS = (0.5, 0.01)  # of the mean energy of an input; GPTQ's is 0.01
+
+
+@dataclass(frozen=True)
+class Row:
+    """The bytes of llama.cpp's mix `size`: KL(dense ‖ written) of every window, nats a token.
+
+    `damping` is that of the Gram matrices, None for a model written without feedback.
+    """
+
+    size: str
+    damping: float | None
+    bits: float
+    kl: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Feedback(Result):
+    """A model written without feedback and with, on one text, by `commit`."""
+
+    rows: tuple[Row, ...]
+    commit: str
+    calibrated_on: MeasuredOn
+    measured_on: MeasuredOn
+
+    def find(self, size: str, damping: float | None) -> Row | None:
+        return next((row for row in self.rows if (row.size, row.damping) == (size, damping)), None)
+
+
+def main(
+    peer: Annotated[Path, typer.Option(help="the folder of llama.cpp's files")],
+    model: Model = Model(f"{BUILT_IN}-dithered-0"),
+    text: Each = None,
+    size: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SIZES)} if not given")] = None,
+    windows: Annotated[int, typer.Option(help="of 256 tokens of the built-in text, for costs and Gram matrices")] = 24,
+    tokens: Annotated[int, typer.Option(help="of each text")] = 4096,
+) -> None:
+    commit, dense = committed(), model.load()
+    reading = read(dense, read_text(dense, "builtin", windows * 256, 256))
+    judges: dict[Path, tuple[Reading, Feedback]] = {}
+    for each in text or ["builtin"]:
+        judge = read(dense, read_text(dense, each, tokens, 256, "evaluation" if each == "builtin" else "all"))
+        on = reading.measured_on(), judge.measured_on()
+        file = HERE / f"{on[0].model.name}-{Path(judge.batch.text).stem}.json"
+        judges[file] = judge, Feedback.load(file) if file.exists() else Feedback((), commit, *on)
+    known = costs_of(dense, reading.batch, peer).of
+    weights = sum(dense.model.get_parameter(t.name).numel() for t in known)
+    for damping, name in product((None, *DAMPINGS), size or SIZES):
+        if all(found.find(name, damping) for _, found in judges.values()):
+            continue
+        room = sum(t.size for t in read_header(peer / f"imatrix-{name.lower()}.gguf").tensors if len(t.dims) == 2)
+        pick = chosen_types(known, room)
+        small = wrap(made(reading, known, pick, damping))
+        for file, (judge, found) in judges.items():
+            kl = kl_by_window(judge, read(small, judge.batch))[0]
+            found = replace(found, rows=(*found.rows, Row(name, damping, 8 * room / weights, tuple(kl.tolist()))))
+            judges[file] = judge, found
+            found.save(file)
+            print(file.stem, name, damping, f"{kl.mean():.4f}", flush=True)
+    show(written())
+
+
+@torch.no_grad()
+def made(reading: Reading, known: Sequence[TensorCost], pick: np.ndarray, damping: float | None) -> PreTrainedModel:
+    """The model with the types `pick`, the matrices of the layers written with feedback where there is a damping."""
+    dense = reading.model
+    small = copy.deepcopy(dense)
+    fill(small, dense, known, pick)
+    if damping is None:
+        return small
+    types = {t.name: (t.kinds[k], t.importance) for t, k in zip(known, pick, strict=True)}
+    projections = find_projections(reading.decoder)
+
+    def change(here: Sequence[Projection], statistics: Mapping[str, Statistics]) -> None:
+        for p in here:
+            name, gram = f"{p.module}.{p.parameter}", statistics[p.name].gram
+            assert gram is not None
+            W = dense.get_parameter(name)
+            small.get_parameter(name).copy_(fed_back(W, *types[name], damped(gram, damping, W.device)))
+
+    stream(small, reading.batch, projections, "gram", change)
+    return small
+
+
+def written() -> dict[str, str]:
+    found = [Feedback.load(path) for path in sorted(HERE.glob("*.json"))]
+    return {"setting": bullets(*map(_setting, found)), "table": _table(found)}
+
+
+def _setting(r: Feedback) -> str:
+    return f"commit {r.commit}; costs and Gram matrices from {r.calibrated_on.line()}; KL on {r.measured_on.line()}"
+
+
+def _table(found: Sequence[Feedback]) -> str:
+    rows = []
+    for r in found:
+        name, text = r.calibrated_on.model.name.split(DITHERED)[0], Path(r.measured_on.text).stem
+        for size in dict.fromkeys(row.size for row in r.rows):
+            plain, *others = (r.find(size, damping) for damping in (None, *DAMPINGS))
+            if plain is not None:
+                kl = np.array(plain.kl)
+                shares = [quotient(np.array(other.kl), kl)[1] if other else None for other in others]
+                rows.append((name, text, size, f"{plain.bits:.2f}", f"{kl.mean():.4f}", *shares))
+    heads = [f"with / without, damping {damping:g}" for damping in DAMPINGS]
+    return table(("model", "text", "bytes of", "bits", "KL without", *heads), rows)
+
+
+if __name__ == "__main__":
+    run(main)
