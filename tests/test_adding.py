@@ -62,12 +62,14 @@ from pathlib import Path
 from safetensors.torch import save_file
 from lyapunov_prune import LyapunovPruneError, load
 from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.diagnosis.check_file import check_file
 state = {name: W.clone() for name, W in load("rows").model.state_dict().items()}
 save_file(state, "memory")
 outline = read_outline(Path("rows"), "rows")
 for name, W in state.items():
     outline.fill(W.zero_(), name)
 save_file(state, "disk")
+assert check_file("rows").passed
 for way in (lambda: load(sys.argv[1]), lambda: read_outline(Path(sys.argv[1]), "spoilt")):
     try:
         way()

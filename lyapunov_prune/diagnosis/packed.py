@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 
 from lyapunov_prune.diagnosis.statistics import as_floats
 from lyapunov_prune.diagnosis.stored import FileTensor, Stored
+from lyapunov_prune.models.quantised import PLAIN
+from lyapunov_prune.models.table import READERS
 
 # Ends of the names of what belongs to one packed matrix; the first holds its integers.
 COMPRESSED = (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx")
@@ -30,9 +33,16 @@ _AT_ONCE = 2**16  # numbers of a matrix that are unpacked
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
+@cache
+def _ends() -> tuple[str, ...]:
+    """What a name ends in if its tensor is kept in place of a matrix, by any reader, or beside one."""
+    read = [f".{part}" for reader in READERS.values() for part in reader.parts if part != PLAIN]
+    return (*COMPRESSED, *GROUPED, *BESIDE, *read)
+
+
 def matrix_of(name: str) -> str:
     """The matrix that a tensor is part of: `q_proj.weight` for `q_proj.qweight` and `q_proj.scales`."""
-    for end in (*COMPRESSED, *GROUPED, *BESIDE):
+    for end in _ends():
         if name.endswith(end):
             return f"{name.removesuffix(end)}.weight"
     return name

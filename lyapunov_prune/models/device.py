@@ -25,6 +25,8 @@ def resolve_device(name: str) -> str:
 
     Raises LyapunovPruneError if there is no such device.
     """
+    if name == "disk":
+        raise LyapunovPruneError("a model in memory is on no disk; lp.load_streamed reads it a layer at a time")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:

@@ -74,8 +74,8 @@ class LayerProfile(Result):
         contracting, transitions = self.contraction.contracting
         lines = [
             f"Try to remove first: {layers_of(self.candidates)} (of 0 to {len(turn) - 1}). "
-            f"{'They turn' if len(self.candidates) > 1 else 'It turns'} the hidden state least (Block Influence)"
-            f"{self._firmness()}.",
+            f"Of those not to keep, {'they turn' if len(self.candidates) > 1 else 'it turns'} the hidden state least "
+            f"(Block Influence){self._firmness()}.",
             f"Keep: {layers_of(self.kept)}: the ends, and what turns the state over {KEEP:g} × the median or "
             "carries a token of enormous norm.",
             f"Block Influence by layer: {bars(turn)}",

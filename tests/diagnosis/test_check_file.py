@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,16 @@ from helpers import (
 )
 from packed_files import pack_others, pack_with_zero_points
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from lyapunov_prune.diagnosis import packed
 from lyapunov_prune.diagnosis.check_file import FILE_TESTS, check_file
 from lyapunov_prune.diagnosis.finding import Finding
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.gguf_whole import write_gguf as export_gguf
+from lyapunov_prune.models.reader import Reader
+from lyapunov_prune.models.table import READERS
 
 Change = Callable[[dict[str, torch.Tensor]], Any]
 LAYER = "model.layers.{}."
@@ -416,3 +420,17 @@ def test_explain_lists_what_is_wrong_with_a_file_that_does_not_load(run: Callabl
     done = run("explain", "tiny", "bad", "--tokens", "32", "--context", "16")
     assert (done.code, done.err.count("\n"), done.changed) == (1, 1, set())
     assert DOWN.format(5) in done.out
+
+
+def test_the_parts_of_every_reader_belong_to_its_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nibbles(Reader):
+        parts = ("weight_q4", "weight_min")
+
+        def unpack(self, stored: Mapping[str, torch.Tensor], name: str, module: nn.Module) -> torch.Tensor:
+            return stored["weight_q4"]
+
+    monkeypatch.setattr(packed, "READERS", {**READERS, "nibbles": Nibbles})
+    packed._ends.cache_clear()
+    parts = [part for reader in packed.READERS.values() for part in reader.parts]
+    assert {packed.matrix_of(f"layer.q_proj.{part}") for part in parts} == {"layer.q_proj.weight"}
+    packed._ends.cache_clear()
