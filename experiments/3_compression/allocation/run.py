@@ -115,8 +115,11 @@ def _named(allocation: Allocation, *words: str) -> Allocation:
 
 
 def written(folder: Path = HERE) -> dict[str, str]:
-    shares = CompressionTable.load(folder / "allocation.json")
     widths = CompressionTable.load(folder / "bits.json")
+    of_widths = {"bits": widths_table(widths), "bits by A": by_amplification(widths)}
+    if not (folder / "allocation.json").exists():  # a dithered model, which is rounded alone
+        return {"setting": setting(widths), **of_widths}
+    shares = CompressionTable.load(folder / "allocation.json")
     return {
         "setting": setting(shares),
         "schedules": schedules(shares),
@@ -127,8 +130,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
             if UP_DENSE in of
         ),
         "star": percent(next(float(r.parameters["ceiling"]) for r in shares.rows if r.allocation == STARRED)),
-        "bits": widths_table(widths),
-        "bits by A": by_amplification(widths),
+        **of_widths,
     }
 
 
