@@ -1,26 +1,31 @@
-"""What the experiments on bytes share: what every matrix reads and makes, and a model in chosen block types."""
+"""What the experiments on bytes share: costs, what matrices read and make, a model in chosen types, and its judge."""
 
 from __future__ import annotations
 
 import pickle
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from lyapunov_prune.budget.blocks import BLOCKS
 from lyapunov_prune.budget.cost import TensorCost, costs
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.forward.reading import Reading, read
-from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.decoder import Decoder, wrap
+from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.predictions.divergence import kl_by_window
+from lyapunov_prune.results.result import Result
 
+Found = TypeVar("Found", bound=Result)
 OURS, SQUARES = "Fisher", "squares"  # importances of columns
 
 
@@ -89,3 +94,36 @@ def fill(small: nn.Module, dense: nn.Module, known: Sequence[TensorCost], pick: 
     for t, k in zip(known, pick, strict=True):
         W = dense.get_parameter(t.name).detach().numpy()
         small.get_parameter(t.name).copy_(torch.from_numpy(BLOCKS.rounded(W, t.kinds[k], t.importance)))
+
+
+def taken_by(file: Path) -> int:
+    """The bytes of the matrices in a GGUF file."""
+    return sum(t.size for t in read_header(file).tensors if len(t.dims) == 2)
+
+
+def divergence(reading: Reading, model: PreTrainedModel) -> np.ndarray:
+    """`KL(dense ‖ model)` of every window (windows,), nats a token; `reading` is that of the dense model."""
+    return kl_by_window(reading, read(wrap(model), reading.batch))[0]
+
+
+@dataclass
+class Judge(Generic[Found]):
+    """The dense model's reading of one text, and the result that grows in `file`, by `rows` that each have their `kl`.
+
+    What an interrupted run has left in `file` is taken in place of `found`.
+    """
+
+    reading: Reading
+    found: Found
+    file: Path
+
+    def __post_init__(self) -> None:
+        if self.file.exists():
+            self.found = type(self.found).load(self.file)
+
+    def add(self, row: Any, model: PreTrainedModel) -> None:
+        """Add `row`, with the KL of `model`, and save the result."""
+        kl, found = divergence(self.reading, model), cast("Any", self.found)
+        self.found = replace(found, rows=(*found.rows, replace(row, kl=tuple(kl.tolist()))))
+        self.found.save(self.file)
+        print(self.file.stem, row, f"{kl.mean():.4f}", flush=True)

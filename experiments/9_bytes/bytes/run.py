@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -26,20 +26,19 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.block_types import OURS, SQUARES, Costs, costs_of, fill, mean_squares
+from experiments.block_types import OURS, SQUARES, Costs, Judge, costs_of, fill, mean_squares, taken_by
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, draw, read_text, run, show
 from experiments.statements import bullets, quotient, short, table
 from lyapunov_prune.budget.cost import TensorCost
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.budget.spend import chosen_types
 from lyapunov_prune.export.gguf_whole import header_values
-from lyapunov_prune.forward.reading import Reading, read
-from lyapunov_prune.models.decoder import Decoder, wrap
+from lyapunov_prune.forward.reading import read
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.gguf_copy import write_pieces
-from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_metadata import gguf_family
 from lyapunov_prune.models.gguf_tensors import stored_tensors
-from lyapunov_prune.predictions.divergence import SkipDivergence, kl_by_window
+from lyapunov_prune.predictions.divergence import SkipDivergence
 from lyapunov_prune.report.drawing import COLOURS, grid, log_axis, svg, with_intervals
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -88,22 +87,6 @@ class Bytes(Result):
         return next((row for row in self.rows if (row.size, row.by) == (size, by)), None)
 
 
-@dataclass
-class Judge:
-    """The dense model's reading of one text, and the result that grows, in `file`."""
-
-    reading: Reading
-    found: Bytes
-    file: Path
-
-    def add(self, row: Row, model: PreTrainedModel) -> None:
-        kl, _ = kl_by_window(self.reading, read(wrap(model), self.reading.batch))
-        row = replace(row, kl=tuple(kl.tolist()))
-        self.found = replace(self.found, rows=(*self.found.rows, row))
-        self.found.save(self.file)
-        print(self.file.stem, row.size, row.by, row.predicted, row.mean, flush=True)
-
-
 def main(
     peer: Annotated[Path, typer.Option(help="the folder of llama.cpp's files")],
     model: Model = Model(f"{BUILT_IN}-dithered-0"),
@@ -132,7 +115,7 @@ def main(
         lacking = [judge for judge in judges if judge.found.find(name, by) is None]
         if not lacking or not file.exists():
             continue
-        room = sum(t.size for t in read_header(file).tensors if len(t.dims) == 2)
+        room = taken_by(file)
         if by in known:
             small, taken, predicted = spent(dense, known[by].of, room)
         else:
@@ -144,14 +127,10 @@ def main(
     show(written())
 
 
-def judge_of(dense: Decoder, batch: lp.TokenBatch, folder: Path, known: Costs, on: MeasuredOn) -> Judge:
-    reading = read(dense, batch)
+def judge_of(dense: Decoder, batch: lp.TokenBatch, folder: Path, known: Costs, on: MeasuredOn) -> Judge[Bytes]:
     file = folder / f"{on.model.name}-{Path(batch.text).stem}.json"
-    if file.exists():
-        found = Bytes.load(file)
-    else:
-        found = Bytes((), known.seconds, known.forward, on, committed(), batch.measured_on(dense))
-    return Judge(reading, found, file)
+    made = Bytes((), known.seconds, known.forward, on, committed(), batch.measured_on(dense))
+    return Judge(read(dense, batch), made, file)
 
 
 def write_source(dense: Decoder, calibration: lp.TokenBatch, peer: Path) -> None:

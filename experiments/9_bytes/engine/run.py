@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 import lyapunov_prune as lp
-from experiments.block_types import costs_of
+from experiments.block_types import costs_of, taken_by
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, read_text, run_command
 from experiments.statements import bullets, ratio, short, table
 from lyapunov_prune.budget.spend import chosen_types
@@ -28,7 +28,6 @@ from lyapunov_prune.export.gguf_whole import header_values, rounded_pieces
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.gguf_copy import write_pieces
-from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_tensors import BlockType
 from lyapunov_prune.predictions.divergence import kl_by_window
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -96,11 +95,6 @@ def files_of(
         _, pieces, _ = rounded_pieces(dense, "f16", chosen)
         write_pieces(ours, header_values(dense, dense.tokenizer, "f16"), pieces, gguf.GGUF_DEFAULT_ALIGNMENT)
         yield from ((name, PEER, theirs), (name, OURS, ours))
-
-
-def taken_by(file: Path) -> int:
-    """The bytes of the matrices in a file."""
-    return sum(t.size for t in read_header(file).tensors if len(t.dims) == 2)
 
 
 def in_llama_cpp(reading: Reading, files: Sequence[Path]) -> list[np.ndarray]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +23,7 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from experiments.block_types import costs_of, fill
+from experiments.block_types import Judge, costs_of, fill, taken_by
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, read_text, run, show
 from experiments.fed_back import fed_back
 from experiments.statements import bullets, quotient, table
@@ -33,11 +33,8 @@ from lyapunov_prune.calibration.gram import damped
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.forward.reading import Reading, read
-from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
-from lyapunov_prune.predictions.divergence import kl_by_window
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
@@ -81,26 +78,22 @@ def main(
 ) -> None:
     commit, dense = committed(), model.load()
     reading = read(dense, read_text(dense, "builtin", windows * 256, 256))
-    judges: dict[Path, tuple[Reading, Feedback]] = {}
+    judges = list[Judge[Feedback]]()
     for each in text or ["builtin"]:
-        judge = read(dense, read_text(dense, each, tokens, 256, "evaluation" if each == "builtin" else "all"))
-        on = reading.measured_on(), judge.measured_on()
-        file = HERE / f"{on[0].model.name}-{Path(judge.batch.text).stem}.json"
-        judges[file] = judge, Feedback.load(file) if file.exists() else Feedback((), commit, *on)
+        judged = read(dense, read_text(dense, each, tokens, 256, "evaluation" if each == "builtin" else "all"))
+        on = reading.measured_on(), judged.measured_on()
+        file = HERE / f"{on[0].model.name}-{Path(judged.batch.text).stem}.json"
+        judges.append(Judge(judged, Feedback((), commit, *on), file))
     known = costs_of(dense, reading.batch, peer).of
     weights = sum(dense.model.get_parameter(t.name).numel() for t in known)
     for damping, name in product((None, *DAMPINGS), size or SIZES):
-        if all(found.find(name, damping) for _, found in judges.values()):
+        lacking = [judge for judge in judges if judge.found.find(name, damping) is None]
+        if not lacking:
             continue
-        room = sum(t.size for t in read_header(peer / f"imatrix-{name.lower()}.gguf").tensors if len(t.dims) == 2)
-        pick = chosen_types(known, room)
-        small = wrap(made(reading, known, pick, damping))
-        for file, (judge, found) in judges.items():
-            kl = kl_by_window(judge, read(small, judge.batch))[0]
-            found = replace(found, rows=(*found.rows, Row(name, damping, 8 * room / weights, tuple(kl.tolist()))))
-            judges[file] = judge, found
-            found.save(file)
-            print(file.stem, name, damping, f"{kl.mean():.4f}", flush=True)
+        room = taken_by(peer / f"imatrix-{name.lower()}.gguf")
+        small = made(reading, known, chosen_types(known, room), damping)
+        for judge in lacking:
+            judge.add(Row(name, damping, 8 * room / weights, ()), small)
     show(written())
 
 

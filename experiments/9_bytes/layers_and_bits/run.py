@@ -24,7 +24,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.block_types import fill
+from experiments.block_types import Judge, divergence, fill
 from experiments.common import BUILT_IN, DITHERED, Model, committed, read_text, run, show
 from experiments.statements import bullets, counted, quotient, runs, short, table
 from lyapunov_prune.budget.blocks import BLOCKS
@@ -34,7 +34,6 @@ from lyapunov_prune.budget.spend import chosen_types, least_of
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import Decoder, wrap
-from lyapunov_prune.predictions.divergence import kl_by_window
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
@@ -83,21 +82,6 @@ class LayersAndBits(Result):
         return next((row for row in self.rows if (len(row.removed), row.size) == (count, size)), None)
 
 
-@dataclass
-class Judge:
-    """The dense model's reading of a text, and the result that grows, in `file`."""
-
-    reading: Reading
-    found: LayersAndBits
-    file: Path
-
-    def add(self, row: Row, model: PreTrainedModel) -> None:
-        row = replace(row, kl=tuple(divergence(self.reading, model).tolist()))
-        self.found = replace(self.found, rows=(*self.found.rows, row))
-        self.found.save(self.file)
-        print(self.file.stem, len(row.removed), row.made, row.size, f"{row.mean:.4f}", flush=True)
-
-
 def main(
     text: Annotated[list[str], typer.Option(help="to report on; of several, each alone")],
     model: Model = Model(f"{BUILT_IN}-dithered-0"),
@@ -117,9 +101,6 @@ def main(
         for judge in (read(dense, read_text(dense, each, tokens, CONTEXT, "all")) for each in text)
         for name in [f"{on[0].model.name}-{Path(judge.batch.text).stem}.json"]
     ]
-    for judge in judges:
-        if judge.file.exists():
-            judge.found = LayersAndBits.load(judge.file)
     counts = remove or COUNTS
     few = learnt.take(range(4))
     order = lp.ranking.greedy_removal(dense.model, few, max(counts), folder=model.jobs / "layers-and-bits").order
@@ -170,10 +151,6 @@ def rounds(
             rounded = copy.deepcopy(small.model)
             fill(rounded, small.model, found, pick)
             yield Row((), "", size, taken, 8 * taken / weights, ()), rounded
-
-
-def divergence(reading: Reading, model: PreTrainedModel) -> np.ndarray:
-    return kl_by_window(reading, read(wrap(model), reading.batch))[0]
 
 
 def written(folder: Path = HERE) -> dict[str, str]:
