@@ -12,7 +12,6 @@ import numpy as np
 
 from lyapunov_prune.diagnosis.statistics import as_floats
 from lyapunov_prune.diagnosis.stored import FileTensor, Stored
-from lyapunov_prune.models.quantised import PLAIN
 from lyapunov_prune.models.table import READERS
 
 # Ends of the names of what belongs to one packed matrix; the first holds its integers.
@@ -36,7 +35,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 @cache
 def _ends() -> tuple[str, ...]:
     """What a name ends in if its tensor is kept in place of a matrix, by any reader, or beside one."""
-    read = [f".{part}" for reader in READERS.values() for part in reader.parts if part != PLAIN]
+    read = [f".{part}" for reader in READERS.values() for part in reader.parts]
     return (*COMPRESSED, *GROUPED, *BESIDE, *read)
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError, first_of
-from lyapunov_prune.forward.anatomy import find_anatomy, find_attentions
+from lyapunov_prune.forward.anatomy import Anatomy, find_anatomy, find_attentions
 from lyapunov_prune.forward.logits import cache_of
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.merging.merge import Merged
@@ -128,21 +128,22 @@ def cut_places(decoder: Decoder, cuts: Cuts) -> list[dict[str, str]]:
     places: list[dict[str, str]] = [{} for _ in decoder.layers]
     if cuts.attention and (why := _unentered(decoder)):
         raise LyapunovPruneError(f"{why}; remove whole layers")
-    for index, attention in find_attentions(decoder, cuts.attention).items():
+    found = find_anatomy(decoder, sorted({*cuts.attention, *cuts.merged}))
+    for index, attention in find_attentions(decoder, {i: found[i] for i in cuts.attention}).items():
         places[index] |= attention.places
-    for index, (first, *others) in block_paths(decoder, tuple(cuts.merged)).items():
+    for index, (first, *others) in block_paths(decoder, {i: found[i] for i in cuts.merged}).items():
         places[index] |= {first: _MERGED[cuts.merged[index][1] is not None], **dict.fromkeys(others, "identity")}
     return places
 
 
-def block_paths(decoder: Decoder, layers: tuple[int, ...]) -> dict[int, tuple[str, ...]]:
+def block_paths(decoder: Decoder, found: Mapping[int, Anatomy]) -> dict[int, tuple[str, ...]]:
     """By layer: the modules in whose place a merged matrix stands, from the first one that runs to the last.
 
     They are those of the MLP branch, and where a layer has more parts than two, of its feed-forward block (BERT).
     """
     paths = {}
-    for index, found in (find_anatomy(decoder, layers) if layers else {}).items():
-        if mlp := found.parts.get("mlp"):
+    for index, anatomy in found.items():
+        if mlp := anatomy.parts.get("mlp"):
             paths[index] = mlp.branches[0].parts
         else:
             block = find_feedforward(decoder.structure, index)

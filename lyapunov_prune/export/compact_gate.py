@@ -28,7 +28,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import as_examples
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.export.compact import Cuts, block_paths, cut_places, cuts_of, merged_path
-from lyapunov_prune.forward.anatomy import find_attentions, silent
+from lyapunov_prune.forward.anatomy import find_anatomy, find_attentions, silent
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.merging.reduction import HiddenMap
@@ -87,12 +87,14 @@ def cut_by_hooks(decoder: Decoder, cuts: Cuts) -> Iterator[None]:
     known = list(_known(structure, cuts).values())
     before: list[tuple[nn.Module, Callable[..., None]]] = []
     after: list[tuple[nn.Module, Callable[..., Any]]] = []
-    for index, paths in block_paths(decoder, tuple(set(cuts.merged) - set(cuts.hidden))).items():
+    unknown = cuts.merged.keys() - cuts.hidden.keys()
+    found = find_anatomy(decoder, sorted({*cuts.attention, *unknown}))
+    for index, paths in block_paths(decoder, {i: found[i] for i in unknown}).items():
         note, replace = _replacement(cuts.merged[index])
         before.append((layers[index].get_submodule(paths[0]), note))
         after.append((layers[index].get_submodule(paths[-1]), replace))
     with (
-        silent(*find_attentions(decoder, cuts.attention).values()),
+        silent(*find_attentions(decoder, {i: found[i] for i in cuts.attention}).values()),
         hooked(before=before, after=after),
         hidden_replaced(layers, known),
         skipped(structure, cuts.remove),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +44,7 @@ class Exported(Result):
 
 
 def exported(
-    format: str, model: PreTrainedModel, written: Iterable[torch.Tensor], checks: tuple[GateCheck, ...]
+    format: str, model: PreTrainedModel, written: Collection[torch.Tensor], checks: tuple[GateCheck, ...]
 ) -> Exported:
     """The report on `model`, of which the tensors `written` are stored in their own dtypes; each is counted once."""
     tensors = {tensor.data_ptr(): tensor for tensor in written}.values()

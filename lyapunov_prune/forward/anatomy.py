@@ -78,19 +78,19 @@ def find_anatomy(decoder: Decoder, layers: Sequence[int]) -> dict[int, Anatomy]:
     def see(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found[index] = anatomy_of(decoder.structure, index, args, kwargs)
 
-    tried(decoder, layers, see)
+    if layers:
+        tried(decoder, layers, see)
     idle, kind = "does not run on text alone", type(decoder.structure.backbone).__name__
     return {i: found.get(i, Anatomy({}, False, idle, f"layer {i} of {kind} {idle}")) for i in layers}
 
 
 @in_eval_mode
-def find_attentions(decoder: Decoder, layers: Sequence[int]) -> dict[int, Sublayer]:
-    """The attention of each of `layers`, which can leave.
+def find_attentions(decoder: Decoder, found: Mapping[int, Anatomy]) -> dict[int, Sublayer]:
+    """The attentions of these layers, which can leave together.
 
     Raises LyapunovPruneError for a layer in which nothing mixes tokens, for one whose mixer does more than add to the
     state, and if a later layer reads more than the state from one of these attentions.
     """
-    found = find_anatomy(decoder, layers)
     if why := next((each.stays for each in found.values() if each.stays), None):
         raise LyapunovPruneError(f"{why}; {_OTHERS}")
     attentions = {i: each.parts["attention"] for i, each in found.items()}

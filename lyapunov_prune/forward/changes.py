@@ -96,7 +96,9 @@ def compact_layers(reading: Reading, compact: PreTrainedModel) -> Changes:
     structure, other = reading.structure, find_structure(compact)
     require_versions(structure, other, as_deep=True)
     anatomy = reading.anatomy
-    attentions = find_attentions(reading.decoder, [i for i, found in anatomy.items() if "attention" in found.parts])
+    attentions = find_attentions(
+        reading.decoder, {i: found for i, found in anatomy.items() if "attention" in found.parts}
+    )
 
     def change(layer: int, part: str) -> AbstractContextManager[None] | None:
         mine, theirs = structure.layers[layer], other.layers[layer]

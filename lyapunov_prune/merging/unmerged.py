@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.blocks import sum_blocks
-from lyapunov_prune.forward.anatomy import find_attentions, replaced, standing_in
+from lyapunov_prune.forward.anatomy import find_anatomy, find_attentions, replaced, standing_in
 from lyapunov_prune.merging.merge import product, require_smaller
 from lyapunov_prune.merging.reduction import GateConstant, HiddenMap, gated_by
 from lyapunov_prune.merging.table import REDUCTIONS, require_reduction
@@ -57,7 +57,8 @@ class Unmerged:
             require_reduction(reduction, block)
             require_smaller(block, block.parts(layers[block.layer]))
         # Each alone: what one layer reads of another's attention is not seen when both are left out.
-        self._attentions = {i: find_attentions(decoder, (i,))[i].places for i in range(len(layers))}
+        found = find_anatomy(decoder, range(len(layers)))
+        self._attentions = {i: find_attentions(decoder, {i: one})[i].places for i, one in found.items()}
         self._stand_ins = _stand_ins(layers, self.blocks, reduction, run)
         self.model, self.layers = self.decoder.model, layers
 

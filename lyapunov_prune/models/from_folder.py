@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
         loaded = load_whole(folder, folder, {}, options | {"use_safetensors": True}, auto, wanted)
     if reader is not None:  # transformers drops it, but it marks models whose weights must not be changed
         loaded.model.config.quantization_config = config.quantization_config
-    tell_left_out(loaded.model, loaded.structure, folder, asked=text_only)
+    tell_left_out(loaded.model, loaded.structure, folder, held, asked=text_only)
     keep_history(loaded.model, read_history(folder))
     return loaded
 
@@ -183,15 +183,16 @@ def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], 
     return model
 
 
-def tell_left_out(model: PreTrainedModel, structure: Structure, folder: Path, *, asked: bool = False) -> None:
-    """Report the tensors in `folder` that `model` does not hold, and store them on it.
+def tell_left_out(
+    model: PreTrainedModel, structure: Structure, folder: Path, held: Iterable[str], *, asked: bool = False
+) -> None:
+    """Report the tensors in `folder`, named `held`, that `model` does not hold, and store them on it.
 
     Nothing is reported for packed weights, whose kernels need further tables.
     """
     if is_packed(model):
         return
-    keys = headers(weight_files(folder, getattr(model.config, "transformers_weights", None)))
-    targets, others = targets_of(model, keys)
+    targets, others = targets_of(model, held)
     taken = {key: target.name for key, target in targets.items()}
     keep_left_out(model, find_left_out(model, structure, taken, others, asked=asked), folder)
 

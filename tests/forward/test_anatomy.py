@@ -33,7 +33,8 @@ PLACES: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("name", PLACES)
 def test_places_by_family(name: str) -> None:
-    (attention,) = find_attentions(wrap(make_zoo(name)), (3,)).values()
+    decoder = wrap(make_zoo(name))
+    (attention,) = find_attentions(decoder, find_anatomy(decoder, (3,))).values()
     assert attention.places == PLACES[name]
 
 
