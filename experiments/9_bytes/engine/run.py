@@ -1,10 +1,11 @@
-"""The files of bytes/run.py in llama.cpp itself: how far the perplexity rises there, and in torch (no paper).
+"""The files of bytes/run.py in llama.cpp itself: KL and perplexity there, and in torch (no paper).
 
     python experiments/9_bytes/engine/run.py --peer FOLDER --text FILE [--text FILE] [--model MODEL] [--size Q4_K_M]...
 
 FOLDER is that of bytes/run.py, with float32.gguf and the files of llama.cpp's quantiser. A file of ours of the bytes of
 each is written beside it. llama.cpp also rounds the inputs of matrices of few bits, to 8 bits; torch multiplies what a
-file holds in float32. Each is compared with float32.gguf in the same engine. Writes MODEL-TEXT.json.
+file holds in float32. Each is compared with float32.gguf in the same engine, by all its log-probabilities, one window
+of one pair of files at a time. Writes MODEL-TEXT.json.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import typer
 import lyapunov_prune as lp
 from experiments.block_types import costs_of, taken_by
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, read_text, run_command
-from experiments.statements import bullets, ratio, short, table
+from experiments.statements import bullets, quotient, ratio, short, table
 from lyapunov_prune.budget.spend import chosen_types
-from lyapunov_prune.evaluation.llama_cpp import ask
+from lyapunov_prune.evaluation.llama_cpp import Predictions, ask
 from lyapunov_prune.export.gguf_whole import header_values, rounded_pieces
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import Decoder
@@ -38,14 +39,22 @@ PEER, OURS = "llama.cpp, importance matrix", "by cost"
 
 
 @dataclass(frozen=True)
+class Lost:
+    """KL(float32.gguf ‖ file) of every window, and by how much its loss rises, nats a token."""
+
+    kl: tuple[float, ...]
+    loss: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Row:
-    """A file of the size of llama.cpp's mix `size`: by how much the loss of every window rises, nats a token."""
+    """A file of the size of llama.cpp's mix `size`, and what it loses in each of the two."""
 
     size: str
     by: str
     bytes: int
-    torch: tuple[float, ...]
-    llama_cpp: tuple[float, ...]
+    torch: Lost
+    llama_cpp: Lost
 
 
 @dataclass(frozen=True)
@@ -72,12 +81,11 @@ def main(
     files = list(files_of(dense, calibration, peer, size or SIZES))
     for each in text or ():
         reading = read(dense, read_text(dense, each, tokens, 256, "all"))
-        plain, *told = in_llama_cpp(reading, [peer / "float32.gguf", *(file for _, _, file in files)])
-        rows = [
-            Row(name, by, taken_by(file), rise_in_torch(reading, file), tuple((loss - plain).tolist()))
-            for (name, by, file), loss in zip(files, told, strict=True)
-        ]
-        losses = lp.perplexity(dense, reading.batch).nll, float(plain.mean())
+        source, rows, plain = peer / "float32.gguf", list[Row](), 0.0
+        for name, by, file in files:
+            lost, plain = in_llama_cpp(reading, source, file)
+            rows.append(Row(name, by, taken_by(file), in_torch(reading, file), lost))
+        losses = lp.perplexity(dense, reading.batch).nll, plain
         on = calibration.measured_on(dense), reading.measured_on()
         found = InEngine(tuple(rows), losses, commit, *on)
         found.save(HERE / f"{on[1].model.name}-{Path(reading.batch.text).stem}.json")
@@ -97,15 +105,29 @@ def files_of(
         yield from ((name, PEER, theirs), (name, OURS, ours))
 
 
-def in_llama_cpp(reading: Reading, files: Sequence[Path]) -> list[np.ndarray]:
-    """The loss of every window (windows,) with each of `files`, nats a token."""
-    windows = reading.batch.ids.tolist()
-    return [-np.array([w.next.mean(dtype=np.float64) for w in told.windows]) for told in ask(files, windows)]
+def in_llama_cpp(reading: Reading, source: Path, file: Path) -> tuple[Lost, float]:
+    """What `file` loses, and the mean loss of `source`, nats a token."""
+    vocabulary = reading.structure.config.vocab_size
+    kl, loss = list[float](), list[tuple[float, float]]()
+    for window in reading.batch.ids.tolist():
+        ((dense,), (small,)) = (each.windows for each in ask([source, file], [window], top=vocabulary))
+        log_p, log_q = log_probabilities(dense), log_probabilities(small)
+        kl.append(float(np.sum(np.exp(log_p) * (log_p - log_q), dtype=np.float64) / len(log_p)))
+        loss.append((-dense.next.mean(dtype=np.float64), -small.next.mean(dtype=np.float64)))
+    plain, rounded = np.array(loss).T
+    return Lost(tuple(kl), tuple((rounded - plain).tolist())), float(plain.mean())
 
 
-def rise_in_torch(reading: Reading, file: Path) -> tuple[float, ...]:
-    _, rise = kl_by_window(reading, read(lp.load(file, device="cpu", dtype="float32"), reading.batch))
-    return tuple(rise.tolist())
+def log_probabilities(told: Predictions) -> np.ndarray:
+    """Of every token of the vocabulary after each position (n − 1 × vocabulary)."""
+    found = np.empty_like(told.values)
+    np.put_along_axis(found, told.tokens, told.values, 1)
+    return found
+
+
+def in_torch(reading: Reading, file: Path) -> Lost:
+    kl, rise = kl_by_window(reading, read(lp.load(file, device="cpu", dtype="float32"), reading.batch))
+    return Lost(tuple(kl.tolist()), tuple(rise.tolist()))
 
 
 def written() -> dict[str, str]:
@@ -122,7 +144,7 @@ def _setting(r: InEngine) -> str:
 
 
 def _table(found: Sequence[InEngine]) -> str:
-    head = ("model", "text", "bytes of", "made", "MB", "perplexity × in torch", "× in llama.cpp")
+    head = ("model", "text", "bytes of", "made", "MB", "perplexity × in torch", "× in llama.cpp", "KL in torch")
     rows = [
         (
             r.measured_on.model.name.split(DITHERED)[0],
@@ -130,12 +152,19 @@ def _table(found: Sequence[InEngine]) -> str:
             row.size,
             row.by,
             f"{row.bytes / 1e6:.1f}",
-            *(ratio(np.array(rise)) for rise in (row.torch, row.llama_cpp)),
+            *(ratio(np.array(lost.loss)) for lost in (row.torch, row.llama_cpp)),
+            *(f"{np.mean(lost.kl):.4f}" for lost in (row.torch, row.llama_cpp)),
+            _share(r, row),
         )
         for r in found
         for row in r.rows
     ]
-    return table(head, rows)
+    return table((*head, "KL in llama.cpp", "over that of llama.cpp's own file, there"), rows)
+
+
+def _share(r: InEngine, row: Row) -> str:
+    (peer,) = [each for each in r.rows if (each.size, each.by) == (row.size, PEER)]
+    return "" if row is peer else quotient(*(np.array(each.llama_cpp.kl) for each in (row, peer)))[1]
 
 
 if __name__ == "__main__":
