@@ -20,10 +20,12 @@ from lyapunov_prune.forward.scoring import Scorer, is_large
 from lyapunov_prune.healing.sharded import are_sharded, gathered, in_parts_like
 from lyapunov_prune.linalg import widen
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.structure import find_structure
 
 CLIP = 1.0  # the largest norm of a step's gradient
 _TOKENS = 64  # tokens whose distributions are in memory at a time
+_KEPT = 0.1  # largest share of the machine's free memory for the teacher's states
 # AdamW without weight decay, because the target is the teacher, not small weights. Plain SGD.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, weight_decay=0.0, fused=True),
@@ -69,6 +71,10 @@ class Distillation:
     models in eval mode, or dropout is active. With `processes` each process takes its share of the items of a step, one
     by one, and all end the step with the same parameters; sharded models end with their shards of the same, and take
     equal numbers of items in each process.
+
+    The teacher's final states (tokens × width, in its dtype) of a window are kept for when it comes again, until they
+    take a tenth of the machine's free memory; the logits are formed from them as the first time, to the same bits. Not
+    of images, nor with sharded layers: the processes gather a layer together, so no one of them can pass over it.
     """
 
     def __init__(
@@ -86,6 +92,8 @@ class Distillation:
         self.losses: list[float] = []  # before each step
         self._processes, self._sharded = processes, are_sharded(parameters)
         self._pair: tuple[Scorer, Scorer] | None = None
+        self._states: dict[tuple[torch.Size, bytes], torch.Tensor] = {}  # of the teacher, by token ids
+        self._room = _KEPT * free_memory("cpu") / (processes.num_processes if processes else 1)
         self._kind = OPTIMIZERS[optimizer]
         by_size: dict[float, list[nn.Parameter]] = {}
         for name, parameter in parameters.items():
@@ -144,7 +152,7 @@ class Distillation:
 
     def _learn(self, part: torch.Tensor, items: int) -> float:
         """Loss of one of `items` parts; adds its gradient."""
-        if not (part.is_floating_point() or self._sharded) and is_large(self.model, part):
+        if not (part.is_floating_point() or self._sharded):
             student, teacher = self._scorers(part)
             if student.enters and teacher.enters:
                 return self._learn_by_states(student, teacher, part, items)
@@ -154,17 +162,28 @@ class Distillation:
         return self._backward(logits, target, len(logits) * items)
 
     def _learn_by_states(self, student: Scorer, teacher: Scorer, part: torch.Tensor, items: int) -> float:
-        """The same, with the logits of one block of positions at a time."""
-        with torch.no_grad():
-            known = final_state(teacher.structure, part).flatten(0, 1)
+        """The same from final states; if the logits are many, those of one block of positions at a time."""
+        known = self._taught(teacher, part)
         state = final_state(student.structure, part).flatten(0, 1)
         ends, loss = state.detach().requires_grad_(), 0.0
-        for rows, taught in student.split(ends, known):
+        for rows, taught in student.split(ends, known) if is_large(self.model, part) else [(ends, known)]:
             with torch.no_grad():
                 target = teacher.own(taught)
             loss += self._backward(student.own(rows), target, len(ends) * items)
         state.backward(ends.grad)
         return loss
+
+    @torch.no_grad()
+    def _taught(self, teacher: Scorer, part: torch.Tensor) -> torch.Tensor:
+        """The teacher's final states of all tokens, from memory if these windows came before."""
+        key = part.shape, part.cpu().numpy().tobytes()
+        if key in self._states:
+            return self._states[key].to(self.teacher.device)
+        states = final_state(teacher.structure, part).flatten(0, 1)
+        if states.nbytes <= self._room:
+            self._room -= states.nbytes
+            self._states[key] = states.cpu()
+        return states
 
     @torch.no_grad()
     def _scorers(self, part: torch.Tensor) -> tuple[Scorer, Scorer]:

@@ -20,9 +20,8 @@ from lyapunov_prune.data.examples import slices as cut_in_three
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.score import score
-from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.healing import state as training_state
-from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.distillation import Distillation, distillation_loss
 from lyapunov_prune.joint import search as module
 from lyapunov_prune.joint.points import Course
 from lyapunov_prune.joint.recovery import RecoveryRecipe
@@ -303,14 +302,14 @@ def test_a_selection_that_errs_by_more_than_pairs_differ_says_so(
 
 def test_a_loss_that_is_not_finite_names_point_and_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    logits_of = uncached_logits
+    measured = distillation_loss
 
-    def broken(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tensor:
-        calls.append(model)
-        z: torch.Tensor = logits_of(model, inputs)
-        return z * torch.nan if len(calls) == 8 else z  # the teacher's of the second step of the second point
+    def broken(*given: Any, **about: Any) -> tuple[float, torch.Tensor]:
+        calls.append(given)
+        loss, gradient = measured(*given, **about)
+        return loss * math.nan if len(calls) == 4 else loss, gradient  # the second step of the second point
 
-    monkeypatch.setattr("lyapunov_prune.healing.distillation.uncached_logits", broken)
+    monkeypatch.setattr("lyapunov_prune.healing.distillation.distillation_loss", broken)
     with pytest.raises(LyapunovPruneError, match=r"point \(2, 0\): the loss of step 1"):
         removed(shallow(), tmp_path, steps=2)
 
