@@ -69,7 +69,8 @@ class Blocks(Storage):
         taken: dict[str, int] = {}
         for name, (kind, _) in chosen.items():
             taken[kind.name] = taken.get(kind.name, 0) + self.size_in(kind, matrices[name].shape)
-        pieces = rounded_pieces(decoder, "f16", {name: BlockType(*how) for name, how in chosen.items()})
+        types = {name: BlockType(*how) for name, how in chosen.items()}
+        pieces = rounded_pieces(decoder, "f16", types, Path(target).parent)
 
         def write(saw: Sequence[MeasuredOn], worth: Worth) -> int:
             values = header_values(decoder, tokenizer, max(taken, key=taken.__getitem__), "shrink", *saw)

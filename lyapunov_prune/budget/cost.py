@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,6 +46,7 @@ def costs(
     bits: float = 0.0,
     seed: int = 0,
     importance: Mapping[str, np.ndarray] | None = None,
+    folder: Path | None = None,
 ) -> Iterator[TensorCost]:
     """The cost of every matrix of a model, `c(q) = ½ Σ_ij F_ij (Q_q(W)_ij − W_ij)²`, in the types of the storage.
 
@@ -52,7 +54,7 @@ def costs(
     a token that rounding this matrix causes. Columns are weighted by `importance` where it has the matrix, else by
     `Σ_i F_ij`; experts in one tensor each have importances of their own, and their costs are added. Costs are summed in
     float64, one matrix in memory beside the model and the sums of `fisher`; of a large matrix over the rows of
-    `_sample`. Those with one type alone come first.
+    `_sample`. Those with one type alone come first. The states of a streamed model are in `folder` if memory is short.
     """
     matrices = matrices_of(reading.model)
     kinds = {name: tuple(storage.kinds_for(name, p.shape[-1], bits)) for name, p in matrices.items()}
@@ -60,8 +62,9 @@ def costs(
     for name in [name for name in matrices if len(kinds[name]) == 1]:
         columns = np.ones(matrices[name].shape[-1], np.float32)
         yield TensorCost(name, kinds[name], sizes[name], np.zeros(1), columns)
-    for name, found in fisher(reading, {name: p for name, p in matrices.items() if len(kinds[name]) > 1}, seed):
-        W = matrices[name].detach().float().cpu().numpy()
+    several = {name: p for name, p in matrices.items() if len(kinds[name]) > 1}
+    for name, found in fisher(reading, several, seed, folder):
+        W = reading.model.get_parameter(name).detach().float().cpu().numpy()
         F = found.cpu().numpy()
         given = (importance or {}).get(name)
         columns = _scaled(F.sum(-2, dtype=np.float64) if given is None else np.asarray(given, np.float64))

@@ -26,6 +26,7 @@ from lyapunov_prune.models.decoder import Decoder, wrap_any
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.hooked import calls_noted
 from lyapunov_prune.models.readers.compressed_tensors import PACKER
+from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import in_eval_mode, model_name
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.files import require_disk
@@ -51,7 +52,11 @@ class Schemes(Storage):
     """
 
     def __init__(self, decoder: Decoder) -> None:
-        """Raises LyapunovPruneError without the library, and for a model that cannot be packed (`require_packable`)."""
+        """Raises LyapunovPruneError without the library, and for a model that cannot be packed (`require_packable`).
+
+        Also for a streamed one.
+        """
+        require_not_streamed(decoder.model)
         require_extra(*PACKER)
         modules = list(dict.fromkeys(p.module for p in require_packable(decoder.model, None)))
         self._packed = {f"{module}.weight" for module in modules}

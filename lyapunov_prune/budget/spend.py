@@ -34,7 +34,7 @@ from lyapunov_prune.models.ggml import WIDE
 from lyapunov_prune.models.gguf import SUFFIX, gguf_file
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.launched import from_each
-from lyapunov_prune.models.plain import Plain
+from lyapunov_prune.models.plain import PlainStreamable
 from lyapunov_prune.predictions.divergence import kl_by_window
 from lyapunov_prune.progress import is_main, track
 from lyapunov_prune.results.files import require_empty
@@ -46,7 +46,7 @@ _TRIED = (8.5, 6.5, 5.5, 4.5, 4.0, 3.5, 3.0)  # bits a weight, where no size is 
 
 @runs_model
 def spend(
-    model: Plain,
+    model: PlainStreamable,
     tokenizer: PreTrainedTokenizerBase | None,
     size: str | None,
     output: str | Path,
@@ -69,11 +69,15 @@ def spend(
     time on `batch` (`measured.corrected`), the types are chosen again, and those of the smaller KL there stay. The
     header's description, or the card, says the ratio of perplexities on `judge`.
 
+    A streamed model goes into a `.gguf` file with one layer in memory, and the costs are left as they are. The states
+    of `batch` before every layer, if memory is short, and the rounded tensors lie beside `output` meanwhile.
+
     Raises CheckFailed if every one of `_TRIED` costs more, and LyapunovPruneError for a size below the least, which is
     named, and above 16 bits, for fewer than 4 windows that judge or decide, for texts that share tokens, for an
     `output` that exists, and as `write_gguf` and `Schemes`; then nothing is written.
     """
     storage: Storage = BLOCKS if require_target(output) else Schemes(model)
+    cost_of = partial(costs, storage=storage, seed=seed, folder=Path(output).parent)
     reading = read(model, batch)
     for one, other in combinations((reading.batch, require_windows(judge), require_windows(check)), 2):
         require_disjoint(one, other)
@@ -82,7 +86,7 @@ def spend(
     make = partial(_made, storage, tokenizer, output, decides)
     tried = None
     if size is None:
-        found = list(costs(reading, storage, bits=_TRIED[-1], seed=seed))
+        found = list(cost_of(reading, bits=_TRIED[-1]))
         tried = _tried(make, decides, found, weights)
         if tried.taken is None:
             raise CheckFailed(f"{tried.answer()[0].rstrip('.')} ({tried.least()}); give --size to take one anyway")
@@ -90,10 +94,11 @@ def spend(
         room = room_for(storage, model, tokenizer, size)
     else:
         room = room_for(storage, model, tokenizer, size)
-        found = list(costs(reading, storage, bits=8 * room / weights, seed=seed))
+        found = list(cost_of(reading, bits=8 * room / weights))
     made = make(found, room)
     alone: list[str] = []
-    if made.is_off:
+    as_they_are = made.is_off and model.stream is not None  # each of them would take a forward through the files
+    if made.is_off and not as_they_are:
         measured, alone = corrected(reading, made.rounded.decoder, made.found, made.pick)
         if not np.array_equal(chosen_types(measured, room), made.pick):
             made = min(made, make(measured, room), key=lambda each: each.kl.mean())
@@ -117,6 +122,7 @@ def spend(
         judged_on=judged.measured_on(),
         rounded_before=was_rounded(model),
         tried=tried,
+        as_they_are=as_they_are,
     )
 
 

@@ -60,8 +60,9 @@ class Spent(Result):
     `types`, `bytes` and `cost` (nats a token) are by matrix, `cost` the predicted part of each. `kl` (windows,) is
     measured on `judged_on`, a text that neither the costs nor the importances used; those are of `measured_on`. There
     `loss` (windows,) is by how much the loss rose, nats a token. `alone` names the matrices whose costs were measured
-    one at a time, since the prediction was off. `tried` are the sizes of which this one was taken, where none was asked
-    for. `bits` is the mean over the weights of all matrices, `size` the bytes of all tensors.
+    one at a time, since the prediction was off; with `as_they_are` none was, since the model was read from files.
+    `tried` are the sizes of which this one was taken, where none was asked for. `bits` is the mean over the weights of
+    all matrices, `size` the bytes of all tensors.
     """
 
     wanted: str
@@ -79,6 +80,7 @@ class Spent(Result):
     judged_on: MeasuredOn
     rounded_before: bool
     tried: SizesTried | None = None
+    as_they_are: bool = False
 
     @property
     def predicted(self) -> float:
@@ -115,6 +117,11 @@ class Spent(Result):
             f"KL {found.change:.3g} nats a token ({found.low:.3g} to {found.high:.3g}) on {self.judged_on.tokens} "
             f"tokens of {self.judged_on.text}; {self.predicted:.3g} predicted",
         ]
+        if self.as_they_are:
+            lines.append(
+                "The prediction was more than 15 % off, and the types stayed: the costs of single matrices are "
+                "measured of a model in memory only"
+            )
         if self.alone:
             lines.append(
                 f"The first prediction was more than 15 % off: the costs of {len(self.alone)} matrices were measured, "

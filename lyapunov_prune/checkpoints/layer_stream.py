@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.outline import Outline
@@ -48,6 +49,7 @@ class Twin:
         self._wanted = -1  # the layer whose arguments are wanted, and these
         self._given: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._leaving: torch.Tensor | None = None  # replaces the state at the last layer
+        self._entering: torch.Tensor | None = None  # the state that entered the first layer in the last call
         path = structure.layers_path.split(".")
         modules = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
         twin = _bare(modules.pop())
@@ -70,14 +72,20 @@ class Twin:
             self._wanted = -1
         return self._given
 
-    def finish(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The state that the head reads if `hidden` is the last layer's output in a forward of `ids`."""
+    @property
+    def backbone(self) -> nn.Module:
         (backbone,) = [twin for module, twin in self.pairs if module is self._structure.backbone]
+        return backbone
+
+    def ended(self, twin: nn.Module, ids: torch.Tensor, hidden: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """What `twin` returns for `ids` if `hidden` leaves the last layer, and the state that enters the first."""
         self._leaving = hidden
         try:
-            return backbone(input_ids=ids, use_cache=False)[0]
+            output = twin(input_ids=ids, use_cache=False)
+            assert self._entering is not None
+            return output, self._entering
         finally:
-            self._leaving = None
+            self._leaving = self._entering = None
 
     def _stub(self, index: int, layer: nn.Module) -> nn.Module:
         """A layer that returns its input state, or records its arguments and stops."""
@@ -88,6 +96,8 @@ class Twin:
                 self._given = args, kwargs
                 raise Enough
             hidden, width = layer_input(args, kwargs), self.widths.get(index, 0)
+            if index == 0:
+                self._entering = hidden
             if self._leaving is not None and index == self._structure.num_layers - 1:
                 hidden = self._leaving
             return (hidden, *[None] * (width - 1)) if width else hidden
@@ -111,7 +121,7 @@ class LayerStream:
         self.digests = outline.identity.weights
         self.passes = 0  # how often layer 0 was read, usually once per forward
         self.splits = True  # whether a batch of many tokens is split
-        self._outline, self._structure, self._device = outline, structure, device
+        self.outline, self._structure, self._device = outline, structure, device
         self._kind, self._dtype = type(model).__name__, model.dtype
         meant: dict[str, Any] = outline.model.state_dict(keep_vars=True)
         self._meant: list[dict[str, Any]] = [{} for _ in structure.layers]
@@ -126,6 +136,7 @@ class LayerStream:
         self._visit: Visit | None = None
         self._call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
         self._twin = Twin(model, structure)
+        self._inner = [layer.forward for layer in structure.layers]
         for entered, twin in self._twin.pairs:
             entered.forward = self._leading(twin, entered.forward)
         for index, each in enumerate(structure.layers):
@@ -152,7 +163,7 @@ class LayerStream:
             if id(meant) not in made:
                 name = f"{self._structure.layers_path}.{layer}.{inside}"
                 memory = self._memory.get(inside)
-                made[id(meant)] = read_tensor(self._outline, name, meant, self._device, memory)
+                made[id(meant)] = read_tensor(self.outline, name, meant, self._device, memory)
                 self._memory[inside] = made[id(meant)].detach()
             self._before.append((slots, key, slots[key]))
             slots[key] = made[id(meant)]
@@ -163,6 +174,10 @@ class LayerStream:
             slots, key, before = self._before.pop()
             slots[key] = before
         self._held = None
+
+    def like(self, tried: LayerStream) -> None:
+        """Take over what was found out about the same layers; the weights are other ones."""
+        self._twin.widths, self.splits, self.digests = tried._twin.widths, tried.splits, {}
 
     @contextmanager
     def trial(self) -> Iterator[None]:
@@ -181,8 +196,24 @@ class LayerStream:
         finally:
             self._visit = None
 
+    def run(self, layer: int, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        self.hold(layer)
+        given = self._twin.arguments(layer, self._twin.backbone, input_ids=ids, use_cache=False)
+        args, kwargs = with_input(*given, hidden)
+        others = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x is not hidden)
+        if any(x.requires_grad for x in others):
+            raise LyapunovPruneError(
+                f"layer {layer} of this {self._kind} is given more than its state that weights outside of it have made "
+                "(embeddings by layer), and their gradients would be lost; load it whole (without --device disk)"
+            )
+        return hidden_of(self._inner[layer](*args, **kwargs))
+
     def finish(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return self._twin.finish(ids, hidden)
+        return self._twin.ended(self._twin.backbone, ids, hidden)[0][0]
+
+    def ends(self, ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output, entering = self._twin.ended(self._twin.pairs[-1][1], ids, hidden)
+        return entering, output.logits
 
     def _forward(self, index: int, inner: Any) -> Any:
         """The replacement of `inner`, the layer's own forward."""

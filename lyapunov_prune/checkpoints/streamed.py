@@ -7,6 +7,7 @@ on a few tokens tests that a layer needs only the arguments that it is given the
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,29 @@ def streamed(outline: Outline) -> Decoder:
     model, stream = _made(outline, "cpu")
     stream.splits = False
     return wrap(model)
+
+
+def refilled(decoder: Decoder, fill: Callable[[torch.Tensor, str], bool]) -> Decoder:
+    """Another model of the files of the streamed `decoder`, on its device.
+
+    `fill` is called with the memory and the name of each tensor that is to be read, of a layer at every time. It may
+    put other numbers there and return True; otherwise the files are read. The model has no digests.
+    """
+    before = decoder.stream
+    assert isinstance(before, LayerStream)
+    model, stream = _made(_Refilled(before.outline, fill), str(decoder.model.device))
+    stream.like(before)
+    return wrap(model, decoder.tokenizer)
+
+
+class _Refilled(Outline):
+    def __init__(self, outline: Outline, fill: Callable[[torch.Tensor, str], bool]) -> None:
+        vars(self).update(vars(outline))
+        self._other = fill
+
+    def fill(self, memory: torch.Tensor, name: str) -> None:
+        if not self._other(memory, name):
+            super().fill(memory, name)
 
 
 def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:

@@ -7,17 +7,22 @@ model was read from a GGUF file that still exists, the tokenizer and description
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import MappingProxyType
 
 import gguf
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
-from lyapunov_prune.errors import LyapunovPruneError, require_extra
+from lyapunov_prune.checkpoints.streamed import refilled
+from lyapunov_prune.errors import LyapunovPruneError, reported, require_extra
 from lyapunov_prune.export.exported import Exported
 from lyapunov_prune.export.format import Quantisation
 from lyapunov_prune.export.gguf import as_json
@@ -26,17 +31,17 @@ from lyapunov_prune.export.gguf_original import require_file
 from lyapunov_prune.export.llama_cpp import ENGINE, engine_checks
 from lyapunov_prune.models.decoder import Decoder, runs_model, wrap_any
 from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, gguf_file
-from lyapunov_prune.models.gguf_copy import Piece, write_pieces
+from lyapunov_prune.models.gguf_copy import Piece, bytes_of, write_pieces
 from lyapunov_prune.models.gguf_header import Header, Value, number, read_header, text
 from lyapunov_prune.models.gguf_metadata import architecture_values, gguf_family
-from lyapunov_prune.models.gguf_tensors import BlockType, stored_tensors
+from lyapunov_prune.models.gguf_tensors import BlockType, put_back, stored_tensors
 from lyapunov_prune.models.gguf_vocabulary import CONVERT, vocabulary_values
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import model_name
 from lyapunov_prune.pruning.gate import GateReport, OnFiles, attempt
 from lyapunov_prune.pruning.provenance import made_by
-from lyapunov_prune.results.files import require_disk, whole_file
+from lyapunov_prune.results.files import RETRY, require_disk, whole_file
 from lyapunov_prune.results.history import history_of, history_with
 from lyapunov_prune.results.result import MeasuredOn
 
@@ -65,12 +70,39 @@ def write_gguf(
 
 
 def rounded_pieces(
-    model: Decoder, quantize: str, chosen: Mapping[str, BlockType] = MappingProxyType({})
+    model: Decoder, quantize: str, chosen: Mapping[str, BlockType] = MappingProxyType({}), folder: Path = Path()
 ) -> tuple[Decoder, list[Piece], float]:
-    """A copy of the model that is rounded as `stored_tensors` says, its tensors in a file, and the largest error."""
-    result = wrap_any(copy.deepcopy(model.model))
-    stored = list(stored_tensors(result.model, gguf_family(model.structure.config), quantize, chosen))
-    return result, [piece for piece, _ in stored], max(share for _, share in stored)
+    """A copy of the model that is rounded as `stored_tensors` says, its tensors in a file, and the largest error.
+
+    That of a streamed model is streamed too, from the bytes of the tensors: they are in a file in `folder`, which is
+    deleted with the copy.
+    """
+    family = gguf_family(model.structure.config)
+    if model.stream is None:
+        result = wrap_any(copy.deepcopy(model.model))
+        stored = list(stored_tensors(result, family, quantize, chosen))
+        return result, [piece for _, piece, _ in stored], max(share for *_, share in stored)
+    placed: dict[str, list[Piece]] = {}
+    shares: list[float] = []
+
+    def fill(memory: torch.Tensor, name: str) -> bool:
+        if name in placed:
+            put_back(name, memory, placed[name], model.model.config, family)
+        return name in placed
+
+    result = refilled(model, fill)
+    with reported(f"cannot write the rounded tensors in {folder}", RETRY):
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(prefix=".lyapunov-prune-", dir=folder, delete=False) as file:
+            path = Path(file.name)
+            weakref.finalize(result, path.unlink)
+            for own, piece, share in stored_tensors(result, family, quantize, chosen):
+                source = replace(piece.source, file=path, start=file.tell())
+                file.writelines(bytes_of(piece))
+                file.flush()
+                placed.setdefault(own, []).append(replace(piece, source=source, anew=None))
+                shares.append(share)
+    return result, [piece for some in placed.values() for piece in some], max(shares)
 
 
 def write_rounded(
@@ -90,7 +122,9 @@ def write_rounded(
     with whole_file(target) as file:
         write_pieces(file, values, pieces, gguf.GGUF_DEFAULT_ALIGNMENT)
         detail = "distance of the numbers in the file, over the most that rounding moves"
-        on_file: dict[str, OnFiles] = {RELOADED: partial(file_reloads, result, within=1e-6)} if family.read else {}
+        on_file: dict[str, OnFiles] = {}
+        if family.read and result.stream is None:  # else it may not fit in memory
+            on_file[RELOADED] = partial(file_reloads, result, within=1e-6)
         context = values[f"{family.architecture}.context_length"].read()
         on_file |= engine_checks(result, tokenizer, max(2, context - GREEDY))
         found = [attempt(name, partial(check, file)) for name, check in on_file.items()]

@@ -81,13 +81,16 @@ def shared_out(reading: Reading, items: Sequence[A], measure: Callable[[A], T], 
     return [whole[number] for number in range(len(items))]
 
 
+def own_windows(reading: Reading) -> range:
+    """The numbers of the windows of this process: all of them for a process by itself."""
+    among, every = sharing(reading.model), range(len(reading.batch))
+    return every if among is None else every[among.process_index :: among.num_processes]
+
+
 def own_share(reading: Reading) -> Reading:
     """The windows of this process alone, at least one for each process: all of them for a process by itself."""
-    among = sharing(reading.model)
-    if among is None:
-        return reading
-    mine = range(len(reading.batch))[among.process_index :: among.num_processes]
-    return Reading(reading.decoder, reading.batch.take(mine))
+    mine = own_windows(reading)
+    return reading if len(mine) == len(reading.batch) else Reading(reading.decoder, reading.batch.take(mine))
 
 
 def summed(model: PreTrainedModel, *sums: np.ndarray | torch.Tensor) -> None:

@@ -64,13 +64,14 @@ def write_pieces(path: Path, values: Mapping[str, Value], pieces: Sequence[Piece
     with path.open("xb") as out:
         out.write(head)
         for piece in pieces:
-            for part in _bytes_of(piece):
+            for part in bytes_of(piece):
                 out.write(part)
             out.write(bytes(-piece.size % alignment))
     return places
 
 
-def _bytes_of(piece: Piece) -> Iterator[memoryview]:
+def bytes_of(piece: Piece) -> Iterator[memoryview]:
+    """The bytes of a piece, a buffer at a time."""
     source = piece.source
     if piece.anew is not None:
         yield memoryview(piece.anew.data)
@@ -96,5 +97,5 @@ def same_bytes(piece: Piece, written: Tensor) -> bool:
         return False
     if piece.anew is not None:
         return b"".join(read_parts(written.file, written.start, written.size)) == piece.anew.data
-    pairs = zip(read_parts(written.file, written.start, written.size), _bytes_of(piece), strict=True)
+    pairs = zip(read_parts(written.file, written.start, written.size), bytes_of(piece), strict=True)
     return all(now.tobytes() == was.tobytes() for now, was in pairs)

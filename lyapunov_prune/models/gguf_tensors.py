@@ -6,9 +6,11 @@ transformers' reader undoes it. To learn what the reader does, it is run on the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import groupby, repeat
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.ggml import Kind, bits_of, dequantised, fits, quantised
-from lyapunov_prune.models.gguf_copy import Anew, Piece
+from lyapunov_prune.models.gguf_copy import Anew, Piece, bytes_of
 from lyapunov_prune.models.gguf_header import Tensor
 from lyapunov_prune.models.gguf_metadata import GGUFFamily, rope_tensors
+from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.progress import track
 
 _ROUTER, _SHARED_GATE = ".ffn_gate_inp", ".ffn_gate_inp_shexp"
@@ -109,25 +114,21 @@ def _quantised(name: str, values: np.ndarray, how: BlockType) -> tuple[Kind, np.
 
 
 def stored_tensors(
-    model: PreTrainedModel, family: GGUFFamily, quantisation: str, chosen: Mapping[str, BlockType]
-) -> Iterator[tuple[Piece, float]]:
-    """The tensors of a GGUF file of the whole `model`, each with the relative error of rounding; changes `model` alike.
+    decoder: Decoder, family: GGUFFamily, quantisation: str, chosen: Mapping[str, BlockType]
+) -> Iterator[tuple[str, Piece, float]]:
+    """The tensors of a GGUF file of a whole model, each with its name there and the relative error of rounding.
 
-    Matrices are rounded as `chosen` says, keyed by the model's names, and others to `quantisation`, in `model` too;
-    there below 8 bits the embeddings become Q8_0, as in llama.cpp. Vectors and routers stay float32, and matrices whose
-    rows are not whole blocks become Q8_0 or float16. Experts whose gates and ups are one tensor become two in the file.
-    The error is ‖after − before‖ / ‖stored‖ (Frobenius), divided by the most that such rounding can cause (`_MOVES`):
-    above 1 something is wrong.
+    The model is changed alike, a streamed one in the layer that is held. Matrices are rounded as `chosen` says, keyed
+    by the model's names, and others to `quantisation`; there below 8 bits the embeddings become Q8_0, as in llama.cpp.
+    Vectors and routers stay float32, and matrices whose rows are not whole blocks become Q8_0 or float16. Experts whose
+    gates and ups are one tensor become two in the file. The error is ‖after − before‖ / ‖stored‖ (Frobenius), divided
+    by the most that such rounding can cause (`_MOVES`): above 1 something is wrong.
     Raises LyapunovPruneError for a tensor that llama.cpp has no name for.
     """
-    config = model.config
+    config = decoder.model.config
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    held: set[int] = set()
-    for own, tensor in track(model.state_dict().items(), "rounding"):
-        if tensor.data_ptr() in held:  # tied: without an output matrix llama.cpp uses the embeddings
-            continue
-        held.add(tensor.data_ptr())
+    for own, tensor in _in_turn(decoder):  # tied ones once: without an output matrix llama.cpp uses the embeddings
         for known, part in _parts(own, tensor):
             name = names.get_name(known, try_suffixes=(".weight", ".bias"))
             if name is None:
@@ -135,13 +136,37 @@ def stored_tensors(
             name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
             values = _laid_out(name, part.detach().float().cpu(), config, family, into_file=True)
             kind, data = _quantised(name, values.numpy(), chosen.get(own) or _how(name, values, quantisation))
-            again = torch.from_numpy(dequantised(data, kind).reshape(values.shape))
-            before = part.detach().float().clone()
-            part.copy_(_laid_out(name, again, config, family, into_file=False))
+            before, piece = part.detach().float().clone(), _piece(name, values, kind, data)
+            part.copy_(read_back(piece, config, family))
             moved = float((part.float() - before).norm() / values.norm().clamp_min(1e-30).to(part.device))
-            yield _piece(name, values, kind, data), moved / _MOVES[bits_of(kind) < 16]
+            yield own, piece, moved / _MOVES[bits_of(kind) < 16]
     for name, values in rope_tensors(config).items():
-        yield _piece(name, values, Kind.F32, values.numpy()), 0.0
+        yield name, _piece(name, values, Kind.F32, values.numpy()), 0.0
+
+
+def _in_turn(decoder: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a checkpoint, a shared one once; those of a layer while it is held."""
+    names = track([name for name, _ in saved_tensors(decoder.model)], "rounding")
+    for layer, some in groupby(names, decoder.structure.layer_of):
+        with nullcontext() if layer is None else layer_held(decoder.model, layer):
+            tensors = decoder.model.state_dict()
+            yield from ((name, tensors[name]) for name in some)
+
+
+def read_back(piece: Piece, config: PretrainedConfig, family: GGUFFamily) -> torch.Tensor:
+    """The numbers of a piece of `stored_tensors` in the layout of the model."""
+    kind, shape = Kind(piece.kind), piece.source.dims[::-1]
+    data = np.frombuffer(bytearray().join(bytes_of(piece)), np.uint8).reshape(prod(shape[:-1]), -1)
+    values = torch.from_numpy(dequantised(data, kind).reshape(shape))
+    return _laid_out(piece.name, values, config, family, into_file=False)
+
+
+def put_back(
+    own: str, memory: torch.Tensor, pieces: Sequence[Piece], config: PretrainedConfig, family: GGUFFamily
+) -> None:
+    """Fill the tensor `own` of the model with the numbers of its `pieces`, in their order in `stored_tensors`."""
+    for (_, part), piece in zip(_parts(own, memory), pieces, strict=True):
+        part.copy_(read_back(piece, config, family))
 
 
 def _parts(own: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

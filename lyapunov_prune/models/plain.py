@@ -25,21 +25,22 @@ from lyapunov_prune.models.structure import Structure
 Weights = Literal["unquantised", "unpacked", "unadapted"]
 
 
-def plain(model: Model, handle: Callable[[Model], Decoder] = wrap) -> Decoder:
+def plain(model: Model, handle: Callable[[Model], Decoder] = in_memory) -> Decoder:
     """The handle of a model with plain weights only, which can be copied and saved.
 
-    Raises LyapunovPruneError for adapters, for weights that are quantised, parametrised, streamed or on `meta`, and as
-    `handle` does.
+    Raises LyapunovPruneError for adapters, for weights that are quantised, parametrised or on `meta`, and as `handle`
+    does: for those that are streamed.
     """
     require_weights(model_of(model), "unadapted", "unquantised")
-    decoder = in_memory(model, handle)
+    decoder = handle(model)
     require_parameters(decoder.structure)
     return decoder
 
 
-# Annotations for models that can be copied and saved: decoders, or image classifiers too.
+# Annotations for models that can be copied and saved: decoders, or image classifiers or streamed ones too.
 Plain = Annotated[Decoder, Parsed(Model, plain)]
-PlainAny = Annotated[Decoder, Parsed(Model, partial(plain, handle=wrap_any))]
+PlainAny = Annotated[Decoder, Parsed(Model, partial(plain, handle=partial(in_memory, handle=wrap_any)))]
+PlainStreamable = Annotated[Decoder, Parsed(Model, partial(plain, handle=wrap))]
 
 
 def require_weights(model: nn.Module, *kinds: Weights) -> None:

@@ -28,8 +28,12 @@ class Stream(Protocol):
     held layer runs any number of times until `release`.
 
     Inside `visiting`, each layer is passed to `visit`, with its weights held, before it runs in a forward. The layer
-    runs with the weights that the visit leaves, which are dropped afterwards. `finish` takes the output of the last
-    layer to the state that the head reads.
+    runs with the weights that the visit leaves, which are dropped afterwards.
+
+    Outside of a forward, `run` takes the state of `ids` through one layer, which is held afterwards, and `finish` takes
+    the output of the last layer to the state that the head reads. `ends` returns the state that enters the first layer
+    and the logits that follow from that output: what a backward needs beside the layers. `run` raises
+    LyapunovPruneError where a gradient would go past the state.
     """
 
     digests: dict[str, str]
@@ -40,7 +44,11 @@ class Stream(Protocol):
 
     def visiting(self, visit: Visit) -> AbstractContextManager[None]: ...
 
+    def run(self, layer: int, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor: ...
+
     def finish(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def ends(self, ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class _Kept:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -171,18 +171,21 @@ def kl_by_window(dense: Reading, changed: Reading) -> tuple[np.ndarray, np.ndarr
     """
     from_states = dense.scorer.enters and changed.scorer.enters
 
-    def logits(first: int, ids: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    def logits(first: int, ids: torch.Tensor) -> Iterator[Iterable[tuple[torch.Tensor, ...]]]:
+        """The logits of both models for each of the windows `ids`, a block of positions at a time."""
         if not from_states:
-            return zip(dense.logits(ids)[0], changed.logits(ids)[0], strict=True)
-        kept = dense.once(("final state", first), lambda: final_state(dense.structure, ids)[0])
-        sides = (dense, kept), (changed, final_state(changed.structure, ids)[0])
-        return zip(*(side.scorer.blocks(state[:-1]) for side, state in sides), strict=True)
+            return map(zip, dense.logits(ids), changed.logits(ids))
+        kept = dense.once(("final state", first), lambda: final_state(dense.structure, ids))
+        states = zip(kept, final_state(changed.structure, ids), strict=True)
+        return (zip(dense.scorer.blocks(p[:-1]), changed.scorer.blocks(q[:-1]), strict=True) for p, q in states)
 
     @torch.no_grad()
     def means(first: int, ids: torch.Tensor) -> torch.Tensor:
-        sums, wanted = torch.zeros(2, dtype=torch.float64), ids[0, 1:].cpu()
-        start = 0
-        for pair in logits(first, ids):
+        return torch.stack([mean(*each) for each in zip(logits(first, ids), ids[:, 1:].cpu(), strict=True)])
+
+    def mean(pairs: Iterable[tuple[torch.Tensor, ...]], wanted: torch.Tensor) -> torch.Tensor:
+        sums, start = torch.zeros(2, dtype=torch.float64), 0
+        for pair in pairs:
             log_p, log_q = (lift(rows).log_softmax(-1) for rows in pair)
             next_ids = wanted[start : start + len(log_p), None].to(log_p.device)
             rise = (log_p.gather(1, next_ids) - log_q.gather(1, next_ids)).sum()
@@ -190,7 +193,7 @@ def kl_by_window(dense: Reading, changed: Reading) -> tuple[np.ndarray, np.ndarr
             start += len(log_p)
         return sums / len(wanted)
 
-    kl, loss = torch.stack(dealt(dense, 1, means, "divergence")).T.numpy()
+    kl, loss = torch.cat(dealt(dense, 1, means, "divergence")).T.numpy()
     return kl, loss
 
 

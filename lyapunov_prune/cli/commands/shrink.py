@@ -162,12 +162,13 @@ def _write_sized(model: str, size: str | None, inputs: Inputs, output: Path, giv
     from lyapunov_prune.budget.spent import REPORT
     from lyapunov_prune.evaluation.judging import POWER, require_windows
 
-    inputs.require_loaded("choosing a type for every matrix", one_place=True)
+    is_file = require_target(output)
+    if not (inputs.disk and is_file):
+        inputs.require_loaded("choosing a type for every matrix", one_place=True)
     given.refuse(
         "has no effect on a size, for which every matrix gets a type; leave it out",
         *("remove", "max_kl", "max_drop", "minutes", "judge"),
     )
-    is_file = require_target(output)
     run = begun_run(None, model, REPORT) if is_file else output
     unsaid = {field.name: getattr(_TEXT, field.name) for field in fields(_TEXT) if field.name not in given}
     inputs = replace(inputs, **unsaid)
