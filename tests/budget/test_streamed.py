@@ -12,7 +12,7 @@ import pytest
 import torch
 from budget.test_spend import ENGINES, text, texts, tiny
 from families import zoo
-from helpers import make_tokenizer, run_cli, saved
+from helpers import make_tokenizer, saved
 from transformers import PreTrainedModel
 
 from lyapunov_prune.budget.cost import costs
@@ -39,7 +39,7 @@ def passes(decoder: Decoder) -> int:
     return stream.passes
 
 
-# Tied, tied and scaled with capped logits, experts in one tensor, learnt positions beside tied embeddings, several states.
+# Tied, tied and scaled with capped logits, experts in one tensor, learnt positions, several states.
 @pytest.mark.parametrize("family", ["smollm3", "gemma2", "qwen3_moe", "opt", "deepseek_v4"])
 def test_every_kind_of_layer_has_the_same_sums(family: str, tmp_path: Path) -> None:
     whole, apart = both(zoo.make_zoo(family), tmp_path)
@@ -53,7 +53,6 @@ def test_every_kind_of_layer_has_the_same_sums(family: str, tmp_path: Path) -> N
     assert found.keys() == wanted.keys()
     for name, F in found.items():
         assert float((F - wanted[name]).norm()) <= 1e-5 * float(wanted[name].norm()), name
-        assert float(F.sum()) > 0
     assert all(p.grad is None for p in apart.model.parameters())
 
 
