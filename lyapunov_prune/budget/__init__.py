@@ -1,6 +1,7 @@
 """The best model of a size: a type for every matrix, by what its rounding costs the prediction.
 
-- `fisher`: how much the prediction minds a change of each weight;
+- `fisher`: how much the prediction minds a change of each weight, by `gradients`; `streamed`: the same of a model that
+  is read from files, backwards through one layer after the other;
 - `storage`: what a model is written as: `blocks`, the block types of a GGUF file, or `schemes`, packed integers in a
   folder;
 - `cost`: the bytes and the cost of every matrix in every type;

@@ -14,6 +14,7 @@ from helpers import TEXT, make_tiny, tensors
 from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.evaluation.llama_cpp import installed
 from lyapunov_prune.export import disk_gate
 from lyapunov_prune.export.copied import prune_on_disk
 from lyapunov_prune.profiles.profile import LayerProfile
@@ -51,6 +52,15 @@ def test_ranked_pruned_and_scored_as_in_memory(run: Callable[..., Any]) -> None:
     c, d = (Evaluation.load(Path(folder) / "eval.json") for folder in ("apart", "whole"))
     assert c.zeros == d.zeros
     np.testing.assert_allclose([p.nll for p in c.perplexities], [p.nll for p in d.perplexities], rtol=1e-6)
+
+
+@pytest.mark.skipif(not installed(), reason="xllamacpp is not installed")
+def test_a_file_of_a_size_as_in_memory(run: Callable[..., Any]) -> None:
+    sized = ("shrink", "tiny", "--size", "9bpw", "--tokens", "384", "--context", "32")
+    for flags, file in ((["--device", "disk"], "apart.gguf"), ([], "whole.gguf")):
+        done = run(*sized, *flags, "-o", file)
+        assert done.code == 0, done.err
+    assert Path("apart.gguf").read_bytes() == Path("whole.gguf").read_bytes()
 
 
 def test_compressed_as_in_memory(run: Callable[..., Any]) -> None:
@@ -109,6 +119,7 @@ def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> No
             ["prune", "tiny", "--what", "width", "--remove", "25%", "--judge", "builtin", "-o", "out"],
             "--judge needs the model in memory",
         ),
+        (["shrink", "tiny", "--size", "9bpw", "-o", "out"], "needs the model in memory"),
         (["profile", "model.gguf"], "is no safetensors file, and only those are streamed"),
     ],
 )

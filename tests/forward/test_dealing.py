@@ -45,7 +45,7 @@ SUMMED = {
     **dict.fromkeys(("expert use", "norms", "explain"), 1e-12),
     **dict.fromkeys(("gptq", "best, mended", "streamed"), 1e-5),  # float32
     "sweep of a layer": 1e-9,  # 1 − CKA
-    "fisher": 1e-4,  # summed in float32
+    **dict.fromkeys(("fisher", "fisher, streamed"), 1e-4),  # summed in float32
 }
 FAULTY = ("perplexity", "influence", "norms")
 pytestmark = pytest.mark.xdist_group("dealing")  # one process makes `both`, not each
@@ -73,6 +73,11 @@ def measured(folder: Path) -> dict[str, Callable[[], Any]]:
         losses = lp.perplexity(files, ids).windows
         return {"kl": skip_divergence(files, ids).kl, "bi": lp.block_influence(files, ids).influence, "loss": losses}
 
+    def from_files() -> dict[str, Any]:
+        files = lp.load_streamed(folder / "saved")
+        kl, loss = kl_by_window(read(files, ids), read(wrap(other), ids))
+        return {"kl": kl, "loss": loss, **named(dict(fisher(read(files, ids), matrices_of(files.model), 0)))}
+
     return {
         "perplexity": lambda: lp.perplexity(model, ids),
         "contraction": lambda: lp.measure_contraction(model, ids, seeds=(0, 1), batch_size=2),
@@ -90,6 +95,7 @@ def measured(folder: Path) -> dict[str, Callable[[], Any]]:
         "token weights": weights,
         "gptq": gptq,
         "fisher": lambda: named(dict(fisher(reading, matrices_of(model), 0))),
+        "fisher, streamed": from_files,
         "explain": lambda: lp.explain(model, other, ids, batch_size=2),
         "written": lambda: lp.self_generated(model, tokens=80, context=16, batch_size=2, folder=folder).ids.numpy(),
         "generation": lambda: lp.compare_generation(model, other, prompts, steps=3, batch_size=2),
