@@ -44,8 +44,8 @@ def load_streamed(
     It works with measurements that use states: `measure_contraction`, `block_influence`, `perplexity`, `explain` (of
     two streamed models), and `rank` by rho, bi, blend, angular and kl of layers, by bi of sublayers, and by from-end
     and random of both. All windows go through the layers together, and their states are in memory.
-    `export.compress_on_disk` writes the model compressed, `budget.spend` a GGUF file of a size. Everything else that changes weights, or runs the model once
-    per layer, refuses it.
+    `export.compress_on_disk` writes the model compressed, `budget.spend` a GGUF file of a size. Everything else that
+    changes weights, or runs the model once per layer, refuses it.
 
     Raises LyapunovPruneError as `load` does, and for a model without safetensors files (GGUF, adapters), for a decoder
     that has to be run in memory to be judged (docs/families.md), for one whose layers share more than the state passed
