@@ -5,7 +5,7 @@
 - `distillation`: the loss, one step, and the sizes of parameters, to which learning rates are relative;
 - `low_rank`: low-rank updates trained beside the weights; `sharded`: sharded layers;
 - `trained`: which parameters are trained, and the order of the data;
-- `state`: the training state on disk, resumed after `kill -9`.
+- `memory`: what a step needs; `state`: the training state on disk, resumed after `kill -9`.
 """
 
 import lazy_loader

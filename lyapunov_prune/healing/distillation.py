@@ -25,7 +25,7 @@ from lyapunov_prune.models.structure import find_structure
 
 CLIP = 1.0  # the largest norm of a step's gradient
 _TOKENS = 64  # tokens whose distributions are in memory at a time
-_KEPT = 0.1  # largest share of the machine's free memory for the teacher's states
+KEPT = 0.1  # largest share of the machine's free memory for the teacher's states
 # AdamW without weight decay, because the target is the teacher, not small weights. Plain SGD.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, weight_decay=0.0, fused=True),
@@ -93,7 +93,7 @@ class Distillation:
         self._processes, self._sharded = processes, are_sharded(parameters)
         self._pair: tuple[Scorer, Scorer] | None = None
         self._states: dict[tuple[torch.Size, bytes], torch.Tensor] = {}  # of the teacher, by token ids
-        self._room = _KEPT * free_memory("cpu") / (processes.num_processes if processes else 1)
+        self._room = KEPT * free_memory("cpu") / (processes.num_processes if processes else 1)
         self._kind = OPTIMIZERS[optimizer]
         by_size: dict[float, list[nn.Parameter]] = {}
         for name, parameter in parameters.items():

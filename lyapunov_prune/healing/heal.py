@@ -74,7 +74,6 @@ def heal(
     judge: Readable | None = None,
     evaluation: Readable | None = None,
     batch_size: Count = 1,
-    checkpointing: bool = False,
     shard: bool = False,
 ) -> Healed:
     """Train a copy of `student` to predict what `teacher` predicts; returns it and a report. Both inputs are unchanged.
@@ -96,8 +95,8 @@ def heal(
     Without `rank` all parameters of the layers are trained, with it low-rank updates of their matrices (`low_rank.py`),
     merged at the end. Embeddings and head stay those of the teacher: they were not removed, are often tied, and most of
     their rows are for tokens that a short text does not contain. With `rank` the weights may be in half precision,
-    because factors and optimizer are in float32. `checkpointing` recomputes layers in the backward pass instead of
-    storing their activations; the result is the same.
+    because factors and optimizer are in float32. If memory is short (`memory.needed`), layers are run again in the
+    backward pass instead of storing their activations; the result is the same.
 
     The windows of a step run one by one and their gradients are added. Under `accelerate launch` the processes share
     the windows: each holds both models, and the result equals that of one process up to rounding. With `shard` a
@@ -121,7 +120,7 @@ def heal(
     taught = read(teacher, reading)
     budget = budget_of(steps, minutes, rank, learning_rate, per_step)
     processes = _processes(reading, taught, per_step, rank, shard)
-    way = Way(budget, per_step, rank, temperature, seed, checkpointing, shard, processes)
+    way = Way(budget, per_step, rank, temperature, seed, shard, processes)
     windows = _windows(reading, judge)
     judging = windows.judged
     if evaluation is not None:
@@ -171,7 +170,7 @@ def _trained(
     guided_by: ModelIdentity,
 ) -> tuple[PreTrainedModel, Healing]:
     """Train from `start`, or on from the saved `tensors`, which are cleared; the weights are the best if that pays."""
-    with way.learner(student.model, teacher.model) as (learner, run, finish):
+    with way.learner(student.model, teacher.model, windows.learnt.batch.ids[:1]) as (learner, run, finish):
         # All parameters: those of the student, which does not change. Low-rank factors: copies, which are small.
         start: Tensors = dict(student.layers.named_parameters()) if way.rank is None else run.copies()
         saved = of_main(tensors, way.processes)
@@ -211,7 +210,7 @@ def _decision(training: Training, windows: Windows, judge: Judge) -> Judgement |
         ids, found = windows.text.batch.take(some).ids, []
         for weights in (training.start, training.weights):
             training.run.begin_anew(weights)
-            found += training.of_main(judge(ids))
+            found += training.way.of_main(judge(ids))
         return found[0], found[1]
 
     spare = [windows.others[window] for window in training.untouched()] if windows.others else []

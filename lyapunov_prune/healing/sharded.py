@@ -103,6 +103,11 @@ def of_main(tensors: Mapping[str, torch.Tensor], among: PartialState) -> Iterato
         yield name, broadcast(sent.to(among.device))
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of this process; other tensors unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def in_parts_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Shard a whole tensor like `like`, on its device; a tensor of another shape stays whole."""
     if not isinstance(like, DTensor) or value.shape != like.shape:

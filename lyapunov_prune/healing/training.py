@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -22,13 +22,15 @@ from lyapunov_prune.errors import Diverged
 from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import next_token_loss
-from lyapunov_prune.healing.distillation import Distillation, update_sizes
+from lyapunov_prune.healing.distillation import KEPT, Distillation, update_sizes
+from lyapunov_prune.healing.memory import needed
 from lyapunov_prune.healing.rounds import ROUNDS, TRIAL, Round, Stretch, best_of, next_stretch, rates
 from lyapunov_prune.healing.sharded import gathered, gathered_into, in_parts_like, sharded
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import beside, drawn_order, recomputed, trained
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.encoding import decode, encode
 
@@ -69,24 +71,35 @@ class Way:
     rank: int | None
     temperature: float
     seed: int
-    checkpointing: bool
     shard: bool
     processes: PartialState
 
     @contextmanager
     def learner(
-        self, student: PreTrainedModel, teacher: PreTrainedModel
+        self, student: PreTrainedModel, teacher: PreTrainedModel, window: torch.Tensor
     ) -> Iterator[tuple[PreTrainedModel, Distillation, Callable[[], PreTrainedModel]]]:
-        """The model to train, its Distillation, and a function that returns the whole model after the block."""
+        """The model to train, its Distillation, and a function that returns the whole model after the block.
+
+        If `needed` for a step on `window` is more than is free beside the teacher's states, layers are `recomputed`.
+        """
         if self.shard:
             learner, guide = sharded(student, self.processes), sharded(teacher, self.processes)
         else:
             learner, guide = copy.deepcopy(student) if self.rank is None else beside(student), teacher
-        lighter = recomputed(learner) if self.checkpointing else nullcontext()
-        with trained(learner, self.rank, self.seed) as parameters, lighter:
+        with trained(learner, self.rank, self.seed) as parameters, ExitStack() as lighter:
+            free = (1 - KEPT) * free_memory(str(learner.device))
+            if learner.device.type == "cpu":
+                free /= self.processes.num_processes
+            (short,) = self.of_main(needed(learner, parameters, window) > free)
+            if short:  # in all processes: they gather a sharded layer together, also to run it again
+                lighter.enter_context(recomputed(learner))
             sizes = update_sizes(learner, parameters)
             run = Distillation(learner, guide, parameters, self.temperature, processes=self.processes, sizes=sizes)
             yield (learner, run, lambda: gathered_into(copy.deepcopy(student), learner) if self.shard else learner)
+
+    def of_main(self, value: Any) -> list[Any]:
+        """The value of the main process, in a list."""
+        return broadcast_object_list([value]) if self.processes.num_processes > 1 else [value]
 
     def judge(self, learner: PreTrainedModel, ids: torch.Tensor) -> Judge:
         """A function for the mean next-token loss (nats) of each of some windows of `learner`, such as `ids`."""
@@ -161,8 +174,8 @@ class Training:
         if budget.minutes is not None and between:  # a started stretch is completed
             self._count_time()
             if all(each.stretch.trial for each in done.rounds):
-                (done.steps,) = self.of_main(self._affordable())
-            (late,) = self.of_main(done.seconds >= 60 * budget.minutes)
+                (done.steps,) = self.way.of_main(self._affordable())
+            (late,) = self.way.of_main(done.seconds >= 60 * budget.minutes)
             if late and done.rounds:
                 return None
         return next_stretch(done.rounds, done.before, rate=budget.rate, steps=done.steps, trials=budget.trials)
@@ -210,7 +223,7 @@ class Training:
                 run.losses += [math.nan] * (stretch.steps - k)
                 return np.full_like(self.done.before, math.inf)
             self._durations.append(time.monotonic() - began)
-            (due,) = self.of_main(self._state.is_due() and k + 1 < stretch.steps)
+            (due,) = self.way.of_main(self._state.is_due() and k + 1 < stretch.steps)
             if due:
                 self._save()
         return self._judged()
@@ -227,7 +240,7 @@ class Training:
         return stretch.taken + (TRIAL if trials and not stretch.trial else 0)
 
     def _judged(self) -> np.ndarray:
-        (judged,) = self.of_main(self._judge())
+        (judged,) = self.way.of_main(self._judge())
         return judged
 
     def _save(self) -> None:
@@ -236,7 +249,3 @@ class Training:
         kept = {} if self.weights is self.start else self.weights
         best = {f"{_BEST}/{name}": gathered(value) for name, value in kept.items()}
         self._state.save(self.run.step, {**self.run.tensors(), **best, _DONE: told})
-
-    def of_main(self, value: Any) -> list[Any]:
-        """The value of the main process, in a list."""
-        return broadcast_object_list([value]) if self.way.processes.num_processes > 1 else [value]

@@ -24,9 +24,11 @@ from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.healing import heal as heal_module
 from lyapunov_prune.healing import rounds, training
 from lyapunov_prune.healing import state as training_state
-from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.distillation import KEPT, Distillation
 from lyapunov_prune.healing.heal import heal
+from lyapunov_prune.healing.memory import needed
 from lyapunov_prune.healing.report import Healed, Healing
+from lyapunov_prune.healing.trained import trained
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.results.history import history_of
 
@@ -430,10 +432,16 @@ def test_half_precision_is_healed_by_float32_factors_beside_weights_that_are_not
 
 
 @pytest.mark.parametrize("rank", [None, 2])
-def test_layers_that_run_again_give_the_same_student_to_the_last_bit(rank: int | None, ids: torch.Tensor) -> None:
+def test_layers_run_again_where_memory_is_short_with_the_same_student_to_the_last_bit(
+    rank: int | None, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: dict[bool, int] = {}
     done: dict[bool, Healed] = {}
+    student, _ = pair()
+    with trained(student, rank, 0) as parameters:
+        needs = needed(student, parameters, ids[:1]) / (1 - KEPT)
     for checkpointing in (False, True):
+        monkeypatch.setattr(training, "free_memory", lambda device, short=checkpointing: needs + 9 - 18 * short)
         counted: list[int] = []
 
         def note(tensor: torch.Tensor, counted: list[int] = counted) -> torch.Tensor:
@@ -441,12 +449,34 @@ def test_layers_that_run_again_give_the_same_student_to_the_last_bit(rank: int |
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            done[checkpointing] = heal(*pair(), ids, steps=3, rank=rank, checkpointing=checkpointing)
+            done[checkpointing] = heal(*pair(), ids, steps=3, rank=rank)
         kept[checkpointing] = sum(counted)
     assert same(done[True].model, done[False].model)
     assert np.array_equal(done[True].report.losses, done[False].report.losses)
     assert kept[True] < kept[False] / 3
     assert not any("forward" in module.__dict__ for module in done[True].model.modules())
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_a_step_needs_is_what_autograd_stores(family: str, rank: int | None, ids: torch.Tensor) -> None:
+    """Beside it the gradient, moments and best so far of each parameter, and three logits a token."""
+    student, _ = pair(family)
+    stored: list[torch.Tensor] = []
+
+    def store(tensor: torch.Tensor) -> torch.Tensor:
+        stored.append(tensor)
+        return tensor
+
+    with trained(student, rank, 0) as parameters:
+        given = needed(student, parameters, ids[:1])
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(store, lambda tensor: tensor):
+            student(ids[:1], use_cache=False, logits_to_keep=1)
+        own = {p.data_ptr() for p in student.parameters()} | {p.data_ptr() for p in parameters.values()}
+        bytes_of = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stored}
+        activations = sum(size for at, size in bytes_of.items() if at not in own)
+        rest = 4 * sum(4 * p.numel() for p in parameters.values()) + 3 * 4 * ids.shape[1] * 97
+    assert 0.95 * activations <= given - rest <= 1.05 * activations
 
 
 # Refused.

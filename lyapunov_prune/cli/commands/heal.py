@@ -29,7 +29,7 @@ _NO_ORIGIN = "no file in {} says which model it was made from; give that as --te
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How long is trained, what, and in how much memory."""
+    """How long is trained, what, and in how many processes."""
 
     steps: Annotated[
         int | None, what_option(min=1, help="Maximum number of training steps; default: 100 unless --minutes is given.")
@@ -41,9 +41,6 @@ class TrainingOptions:
             "--update-rank", min=1, help="Train low-rank updates of this rank; default: all weights of the layers."
         ),
     ] = None
-    checkpointing: Annotated[
-        bool, what_option("--checkpointing", help="Recompute layers in the backward pass: less memory, more time.")
-    ] = False
     shard: Annotated[
         bool, what_option("--shard", help="Each process of accelerate launch holds only its part of the layers.")
     ] = False
