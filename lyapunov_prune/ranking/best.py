@@ -62,7 +62,7 @@ def best_removal(
     compared with open gaps. `fit` makes the maps; a `fit` that keeps them spares a second fit of the chosen set.
 
     One forward is a forward of the dense model over the check windows, counted in multiplications; a check starts at
-    the first removed layer (`Sweep`). A measurement is left out if it would cost more than a quarter of the remaining
+    the first removed layer (`Sweep`). A measurement is left out if it would cost more than half of the remaining
     budget or refuses the model. What an earlier search of another number of layers measured on the reading `batch` is
     not measured again; it costs the same, so that the search finds what it would find alone. `protect` lists layers
     that stay, counted from the end if negative. Finished checks are kept in `folder` and not repeated.

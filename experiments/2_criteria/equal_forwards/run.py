@@ -2,13 +2,13 @@
 
     python experiments/2_criteria/equal_forwards/run.py [--model MODEL] [--text FILE] [--remove 0.25] [--search 5]
 
-All choose on one half of a text. `best` goes first; what it has spent, in forwards of its check windows, is what each
-greedy search may spend. A greedy search leaves out one unit at a time, the one without which the model is best, tried
-beside all that are gone: SLEB a layer by the loss, BlockPruner an attention or an MLP by the loss until as many
-parameters are gone, and the third a layer by the KL from the dense model. What is left of the budget is shared out over
-the steps that remain, so it says how many tokens a step reads: the beginnings of as few windows as hold them. A trial
-is counted from its layer on, as those of `best` are. The models without what was chosen are scored on the other half of
-the text. Writes MODEL-TEXT.json beside this file.
+All choose on one half of a text, and each may spend --search forwards of the check windows of `best`. A greedy search
+leaves out one unit at a time, the one without which the model is best, tried beside all that are gone: SLEB a layer by
+the loss, BlockPruner an attention or an MLP by the loss until as many parameters are gone, and the third a layer by the
+KL from the dense model. What is left of the budget is shared out over the steps that remain, so it says how many tokens
+a step reads: the beginnings of as few windows as hold them, a quarter of each at most. A trial is counted from its
+layer on, as those of `best` are. The models without what was chosen are scored on the other half of the text. Writes
+MODEL-TEXT.json beside this file; finished greedy searches are kept, for another `best`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.ranking.best import best_removal
 from lyapunov_prune.ranking.candidates import SearchCost
 from lyapunov_prune.ranking.search import PART
+from lyapunov_prune.results.encoding import decode, encode
+from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
 BEST = "`best`"
 FEW = 16  # tokens that a step reads at least
+BEGINNING = 4  # of a window a greedy search reads at most this part
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,22 +102,26 @@ def measure(given: Inputs, remove: float, searches: Sequence[float]) -> EqualFor
     count, found = int(remove * len(layers)), list[Chosen]()
     scoring, checking = apart(reading, of=2, most=None, least=POWER)
     whole = SearchCost.of(checking, scoring)
-    for search in searches:
-        best = best_removal(decoder, reading, count, search=search, folder=given.jobs)
-        gone = [block for layer in best.remove for block in layers[layer]]
-        seen = checking.batch.ids[:, : checking.batch.ids.shape[1] // PART].numel(), checking.batch.ids.numel()
-        found.append(chosen(BEST, search, best.forwards, seen, gone, judged))
-        ways: dict[str, tuple[list[Unit], Score]] = {
-            "SLEB": (layers, loss),
-            "greedy by KL": (layers, divergence),
-            "BlockPruner": ([(block,) for block in blocks], loss),
-        }
-        target = _share(gone)
-        for way, (units, score) in ways.items():
-            budget = best.forwards * checking.batch.ids.numel()
-            spent, read_tokens, gone = greedy(reading, units, target, budget, whole.head, score)
-            forwards = spent / checking.batch.ids.numel()
-            found.append(chosen(way, search, forwards, read_tokens, gone, judged))
+    about = {"texts": encode(given.origins), "remove": count}
+    with Store(given.jobs / "equal-forwards", "equal forwards", about) as store:
+        for search in searches:
+            best = best_removal(decoder, reading, count, search=search, folder=given.jobs)
+            gone = [block for layer in best.remove for block in layers[layer]]
+            seen = checking.batch.ids[:, : checking.batch.ids.shape[1] // PART].numel(), checking.batch.ids.numel()
+            target = _share(gone)
+            found.append(chosen(BEST, search, best.forwards, seen, gone, judged))
+            ways: dict[str, tuple[list[Unit], Score]] = {
+                "SLEB": (layers, loss),
+                "greedy by KL": (layers, divergence),
+                "BlockPruner": ([(block,) for block in blocks], loss),
+            }
+            for way, (units, score) in ways.items():
+                key = f"{way}, {search:g} forwards"
+                if key not in store:
+                    budget = search * checking.batch.ids.numel()
+                    spent, seen, gone = greedy(reading, units, target, budget, whole.head, score)
+                    store.add(key, encode(chosen(way, search, spent * search / budget, seen, gone, judged)))
+                found.append(decode(Chosen, store[key]))
     dense = losses(judged, [])
     return EqualForwards(dense, *given.origins, tuple(found))
 
@@ -187,8 +194,8 @@ def step_cost(free: Sequence[Unit], gone: Sequence[Block], head: float) -> float
 
 
 def beginnings(batch: TokenBatch, tokens: int) -> torch.Tensor:
-    """About so many tokens: the beginnings of as few windows as hold them, each as `best` reads it at most."""
-    tokens, most = max(FEW, tokens), batch.ids.shape[1] // PART
+    """About so many tokens: the beginnings of as few windows as hold them."""
+    tokens, most = max(FEW, tokens), batch.ids.shape[1] // BEGINNING
     windows = min(len(batch.ids), math.ceil(tokens / most))
     return batch.ids[:windows, : min(most, tokens // windows)]
 
