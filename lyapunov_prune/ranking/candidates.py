@@ -114,8 +114,8 @@ def _by_growth(reading: Reading, remove: int, free: Layers, batch_size: int) -> 
     for _ in track(range(len(grown), remove - 1), "layers that turn the final state least"):
         left = tuple(layer for layer in free if layer not in grown)
         grown += least(_final_turns(few, grown, left, batch_size), 1, left)
-    last = tuple(layer for layer in free if layer not in grown[: remove - 1])
-    sets = [tuple(sorted((*grown[: remove - 1], layer))) for layer in last]
+    gone = grown[: remove - 1]
+    sets = [tuple(sorted((*gone, layer))) for layer in free if layer not in gone]
     with Sweep(few.decoder, few, batch_size=batch_size) as sweep:
         outcomes = sweep.run([Job(str(layers), layers[0], remove=layers) for layers in sets], "the last layer to go")
     order = sorted(sets, key=lambda layers: badness(float(outcomes[str(layers)].windows.mean())))

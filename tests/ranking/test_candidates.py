@@ -23,6 +23,7 @@ from lyapunov_prune.ranking.candidates import (
     Layers,
     SearchCost,
     _expected,
+    _final_turns,
     by_direction,
     least,
     nearest_runs,
@@ -76,6 +77,15 @@ def final_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Of the positions that predict a token, float64."""
     with torch.no_grad():
         return model.model(ids)[0][:, :-1].double()
+
+
+def test_the_turn_of_the_final_state_is_that_of_models_that_were_cut(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    dense = final_states(llama, ids)
+    wanted = []
+    for layer in (0, 3, 5):
+        after = final_states(lp.remove_layers(llama, sorted({1, 4, layer})), ids)
+        wanted.append(float((1 - torch.cosine_similarity(dense, after, dim=-1)).sum()))
+    np.testing.assert_allclose(_final_turns(read(wrap(llama), ids), [4, 1], [0, 3, 5], 2), wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("free", [FREE, (1, 2, 4, 5)])

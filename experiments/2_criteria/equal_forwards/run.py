@@ -1,6 +1,6 @@
 """SLEB, BlockPruner and greedy by KL beside `best`, each with as many forwards. (arXiv:2402.09025, arXiv:2406.10594)
 
-    python experiments/2_criteria/equal_forwards/run.py [--model MODEL] [--text FILE] [--remove 0.25] [--search 5]
+    python experiments/2_criteria/equal_forwards/run.py [--model MODEL] [--text FILE] [--search 5] [--beside SLEB]
 
 All choose on one half of a text, and each may spend --search forwards of the check windows of `best`. A greedy search
 leaves out one unit at a time, the one without which the model is best, tried beside all that are gone: SLEB a layer by
@@ -13,6 +13,7 @@ MODEL-TEXT.json beside this file; finished greedy searches are kept, for another
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -41,8 +42,10 @@ from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
+LONGER = importlib.import_module("experiments.2_criteria.best.run")
 BEST = "`best`"
 FEW = 16  # tokens that a step reads at least
+LONG = ("model, text", "forwards", "removed", "loss, nats", "forwards then", "removed then", "loss then", "change")
 BEGINNING = 4  # of a window a greedy search reads at most this part
 
 
@@ -89,12 +92,13 @@ def main(
     context: int = 512,
     remove: Annotated[float, typer.Option(help="share of the layers")] = 0.25,
     search: Annotated[list[float], typer.Option(help="forwards that best may spend")] = [5.0],  # noqa: B006
+    beside: Annotated[list[str], typer.Option(help="greedy searches")] = ["SLEB", "greedy by KL", "BlockPruner"],  # noqa: B006
 ) -> None:
-    asked = partial(measure, remove=remove, searches=search)
+    asked = partial(measure, remove=remove, searches=search, beside=beside)
     measure_each(asked, HERE, model, text, tokens, context)
 
 
-def measure(given: Inputs, remove: float, searches: Sequence[float]) -> EqualForwards:
+def measure(given: Inputs, remove: float, searches: Sequence[float], beside: Sequence[str]) -> EqualForwards:
     decoder = given.loaded
     reading, judged = read(decoder, given.calibration), read(decoder, given.evaluation)
     blocks = blocks_of(reading)
@@ -102,6 +106,7 @@ def measure(given: Inputs, remove: float, searches: Sequence[float]) -> EqualFor
     count, found = int(remove * len(layers)), list[Chosen]()
     scoring, checking = apart(reading, of=2, most=None, least=POWER)
     whole = SearchCost.of(checking, scoring)
+    parts = [(block,) for block in blocks]
     about = {"texts": encode(given.origins), "remove": count}
     with Store(given.jobs / "equal-forwards", "equal forwards", about) as store:
         for search in searches:
@@ -110,12 +115,8 @@ def measure(given: Inputs, remove: float, searches: Sequence[float]) -> EqualFor
             seen = checking.batch.ids[:, : checking.batch.ids.shape[1] // PART].numel(), checking.batch.ids.numel()
             target = _share(gone)
             found.append(chosen(BEST, search, best.forwards, seen, gone, judged))
-            ways: dict[str, tuple[list[Unit], Score]] = {
-                "SLEB": (layers, loss),
-                "greedy by KL": (layers, divergence),
-                "BlockPruner": ([(block,) for block in blocks], loss),
-            }
-            for way, (units, score) in ways.items():
+            for way in beside:
+                units, score = (parts if way == "BlockPruner" else layers), WAYS[way]
                 key = f"{way}, {search:g} forwards"
                 if key not in store:
                     budget = search * checking.batch.ids.numel()
@@ -210,6 +211,10 @@ def divergence(logits: torch.Tensor, dense: torch.Tensor, ids: torch.Tensor) -> 
     return F.kl_div(q, p, log_target=True, reduction="batchmean")
 
 
+# What each greedy search goes by; BlockPruner leaves out attentions and MLPs, the others whole layers.
+WAYS: dict[str, Score] = {"SLEB": loss, "greedy by KL": divergence, "BlockPruner": loss}
+
+
 @torch.no_grad()
 def losses(reading: Reading, gone: Sequence[Block]) -> np.ndarray:
     """The mean loss of every window without `gone`, nats."""
@@ -230,13 +235,30 @@ def written() -> dict[str, str]:
     results = EqualForwards.all(HERE)
     head = ("model, text", "chosen by", "forwards", "tokens a step", "attentions that go", "MLPs that go")
     rows = [row for result in results for row in _rows(result)]
-    compared = [compare(best.windows, each.windows) for result in results for best, each in _beside_best(result)]
+    pairs = [pair for result in results for pair in _beside_best(result)]
+    compared = [compare(best.windows, each.windows) for best, each in pairs]
     better, worse = sum(c.harms for c in compared), sum(c.pays for c in compared)
     return {
         "setting": settings(results),
         "table": table((*head, "of the parameters", "over the dense", "over `best`"), rows),
-        "compared": f"{len(compared)} comparisons: better in {better}, worse in {worse}",
+        "compared": f"{len(pairs)} comparisons: better in {better}, worse in {worse}",
+        "lower": f"{sum(best.windows.mean() < each.windows.mean() for best, each in pairs)} of {len(pairs)}",
+        "longer": table(LONG, [row for result in results for row in _longer(result)]),
     }
+
+
+def _longer(result: EqualForwards) -> list[tuple[object, ...]]:
+    """Each choice of `best` beside that of the experiment `best`, which had more forwards, on the same windows."""
+    text = result.measured_on.text_hash
+    earlier = next((e for e in LONGER.BestOnOneText.all(LONGER.HERE) if e.measured_on.text_hash == text), None)
+    rows: list[tuple[object, ...]] = []
+    for each in result.chosen:
+        if each.way == BEST and earlier is not None:
+            other, loss = earlier.of("best", len(each.attentions)), float(each.windows.mean())
+            share = loss / float(other.windows.mean()) - 1
+            own = (result.name, each.forwards, runs(each.attentions), loss)
+            rows.append((*own, other.forwards, runs(other.removed), float(other.windows.mean()), percent(share)))
+    return rows
 
 
 def _beside_best(result: EqualForwards) -> list[tuple[Chosen, Chosen]]:
