@@ -3,54 +3,45 @@
     python experiments/9_bytes/feedback/run.py --peer FOLDER [--model MODEL] [--text FILE]... [--size Q4_K_M]...
 
 MODEL is one off its grid, as `smollm2-135m-dithered-0`. The types are those that `shrink --size` takes at the bytes of
-llama.cpp's files in FOLDER (bytes/run.py), and stay the same. The matrices of the layers are then written without and
-with feedback (experiments/fed_back.py), layer by layer with the earlier layers already written. Writes MODEL-TEXT.json
-after every row, one a text: an interrupted run goes on. The texts decide whether feedback becomes part of `shrink`, so
-none is one to report on.
+llama.cpp's files in FOLDER (bytes/run.py), and stay the same. The head and the matrices of the layers are then written
+without and with feedback (`budget.feedback`). Writes MODEL-TEXT.json after every row, one a text: an interrupted run
+goes on. The texts decided that feedback became part of `shrink`, so none is one to report on.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import torch
 import typer
 from transformers import PreTrainedModel
 
 from experiments.block_types import Judge, costs_of, fill, taken_by
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, read_text, run, show
-from experiments.fed_back import fed_back
 from experiments.statements import bullets, quotient, table
+from lyapunov_prune.budget.blocks import BLOCKS
 from lyapunov_prune.budget.cost import TensorCost
+from lyapunov_prune.budget.feedback import fed_forward
 from lyapunov_prune.budget.spend import chosen_types
-from lyapunov_prune.calibration.gram import damped
-from lyapunov_prune.calibration.statistics import Statistics
-from lyapunov_prune.calibration.streaming import stream
+from lyapunov_prune.budget.storage import How
 from lyapunov_prune.forward.reading import Reading, read
-from lyapunov_prune.models.plain import find_projections
-from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
 SIZES = ("Q4_K_M", "Q3_K_M")
-DAMPINGS = (0.5, 0.01)  # of the mean energy of an input; GPTQ's is 0.01
 
 
 @dataclass(frozen=True)
 class Row:
-    """The bytes of llama.cpp's mix `size`: KL(dense ‖ written) of every window, nats a token.
-
-    `damping` is that of the Gram matrices, None for a model written without feedback.
-    """
+    """The bytes of llama.cpp's mix `size`, with feedback if `fed`: KL(dense ‖ written) by window, nats a token."""
 
     size: str
-    damping: float | None
+    fed: bool
     bits: float
     kl: tuple[float, ...]
 
@@ -64,8 +55,8 @@ class Feedback(Result):
     calibrated_on: MeasuredOn
     measured_on: MeasuredOn
 
-    def find(self, size: str, damping: float | None) -> Row | None:
-        return next((row for row in self.rows if (row.size, row.damping) == (size, damping)), None)
+    def find(self, size: str, fed: bool) -> Row | None:
+        return next((row for row in self.rows if (row.size, row.fed) == (size, fed)), None)
 
 
 def main(
@@ -86,36 +77,24 @@ def main(
         judges.append(Judge(judged, Feedback((), commit, *on), file))
     known = costs_of(dense, reading.batch, peer).of
     weights = sum(dense.model.get_parameter(t.name).numel() for t in known)
-    for damping, name in product((None, *DAMPINGS), size or SIZES):
-        lacking = [judge for judge in judges if judge.found.find(name, damping) is None]
+    for fed, name in product((False, True), size or SIZES):
+        lacking = [judge for judge in judges if judge.found.find(name, fed) is None]
         if not lacking:
             continue
         room = taken_by(peer / f"imatrix-{name.lower()}.gguf")
-        small = made(reading, known, chosen_types(known, room), damping)
+        small = made(reading, known, chosen_types(known, room), fed)
         for judge in lacking:
-            judge.add(Row(name, damping, 8 * room / weights, ()), small)
+            judge.add(Row(name, fed, 8 * room / weights, ()), small)
     show(written())
 
 
-@torch.no_grad()
-def made(reading: Reading, known: Sequence[TensorCost], pick: np.ndarray, damping: float | None) -> PreTrainedModel:
-    """The model with the types `pick`, the matrices of the layers written with feedback where there is a damping."""
-    dense = reading.model
-    small = copy.deepcopy(dense)
-    fill(small, dense, known, pick)
-    if damping is None:
-        return small
-    types = {t.name: (t.kinds[k], t.importance) for t, k in zip(known, pick, strict=True)}
-    projections = find_projections(reading.decoder)
-
-    def change(here: Sequence[Projection], statistics: Mapping[str, Statistics]) -> None:
-        for p in here:
-            name, gram = f"{p.module}.{p.parameter}", statistics[p.name].gram
-            assert gram is not None
-            W = dense.get_parameter(name)
-            small.get_parameter(name).copy_(fed_back(W, *types[name], damped(gram, damping, W.device)))
-
-    stream(small, reading.batch, projections, "gram", change)
+def made(reading: Reading, known: Sequence[TensorCost], pick: np.ndarray, fed: bool) -> PreTrainedModel:
+    """The model with the types `pick`, with feedback if `fed`."""
+    small = copy.deepcopy(reading.model)
+    fill(small, reading.model, known, pick)
+    if fed:
+        chosen = {t.name: How(t.kinds[k], t.importance) for t, k in zip(known, pick, strict=True)}
+        fed_forward(reading, BLOCKS, chosen, small)
     return small
 
 
@@ -133,13 +112,12 @@ def _table(found: Sequence[Feedback]) -> str:
     for r in found:
         name, text = r.calibrated_on.model.name.split(DITHERED)[0], Path(r.measured_on.text).stem
         for size in dict.fromkeys(row.size for row in r.rows):
-            plain, *others = (r.find(size, damping) for damping in (None, *DAMPINGS))
-            if plain is not None:
+            plain, fed = (r.find(size, how) for how in (False, True))
+            if plain is not None and fed is not None:
                 kl = np.array(plain.kl)
-                shares = [quotient(np.array(other.kl), kl)[1] if other else None for other in others]
-                rows.append((name, text, size, f"{plain.bits:.2f}", f"{kl.mean():.4f}", *shares))
-    heads = [f"with / without, damping {damping:g}" for damping in DAMPINGS]
-    return table(("model", "text", "bytes of", "bits", "KL without", *heads), rows)
+                share = quotient(np.array(fed.kl), kl)[1]
+                rows.append((name, text, size, f"{plain.bits:.2f}", f"{kl.mean():.4f}", share))
+    return table(("model", "text", "bytes of", "bits", "KL without", "with / without"), rows)
 
 
 if __name__ == "__main__":
