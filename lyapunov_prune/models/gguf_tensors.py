@@ -139,16 +139,15 @@ def stored_tensors(
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for own, tensor in _in_turn(decoder):  # tied ones once: without an output matrix llama.cpp uses the embeddings
         how = chosen.get(own)
-        if how is not None and how.given is not None:
-            tensor.copy_(how.given)
         for known, part in _parts(own, tensor):
             name = names.get_name(known, try_suffixes=(".weight", ".bias"))
             if name is None:
                 raise LyapunovPruneError(f"llama.cpp has no tensor for {own} in {family.architecture}; write it plain")
             name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
-            values = _laid_out(name, part.detach().float().cpu(), config, family, into_file=True)
+            before = (part if how is None or how.given is None else how.given.to(part.device)).detach().float().clone()
+            values = _laid_out(name, before.cpu(), config, family, into_file=True)
             kind, data = _quantised(name, values.numpy(), how or _how(name, values, quantisation))
-            before, piece = part.detach().float().clone(), _piece(name, values, kind, data)
+            piece = _piece(name, values, kind, data)
             part.copy_(read_back(piece, config, family))
             moved = float((part.float() - before).norm() / values.norm().clamp_min(1e-30).to(part.device))
             yield own, piece, moved / _MOVES[bits_of(kind) < 16]
