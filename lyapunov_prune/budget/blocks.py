@@ -74,7 +74,7 @@ class Blocks(Storage):
         for name, (kind, *_) in chosen.items():
             taken[kind.name] = taken.get(kind.name, 0) + self.size_in(kind, matrices[name].shape)
         types = {name: BlockType(*how) for name, how in chosen.items()}
-        pieces = rounded_pieces(decoder, "f16", types, Path(target).parent)
+        pieces = rounded_pieces(decoder, "f16", types, Path(target))
 
         def write(saw: Sequence[MeasuredOn], worth: Worth) -> int:
             values = header_values(decoder, tokenizer, max(taken, key=taken.__getitem__), "shrink", *saw)

@@ -10,10 +10,10 @@ import copy
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from types import MappingProxyType
 
 import gguf
@@ -41,7 +41,7 @@ from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import model_name
 from lyapunov_prune.pruning.gate import GateReport, OnFiles, attempt
 from lyapunov_prune.pruning.provenance import made_by
-from lyapunov_prune.results.files import RETRY, require_disk, whole_file
+from lyapunov_prune.results.files import RETRY, folder_beside, require_disk, whole_file
 from lyapunov_prune.results.history import history_of, history_with
 from lyapunov_prune.results.result import MeasuredOn
 
@@ -70,12 +70,12 @@ def write_gguf(
 
 
 def rounded_pieces(
-    model: Decoder, quantize: str, chosen: Mapping[str, BlockType] = MappingProxyType({}), folder: Path = Path()
+    model: Decoder, quantize: str, chosen: Mapping[str, BlockType] = MappingProxyType({}), target: Path = Path()
 ) -> tuple[Decoder, list[Piece], float]:
     """A copy of the model that is rounded as `stored_tensors` says, its tensors in a file, and the largest error.
 
-    That of a streamed model is streamed too, from the bytes of the tensors: they are in a file in `folder`, which is
-    deleted with the copy.
+    That of a streamed model is streamed too, from the bytes of the tensors: they are in a file beside `target`, which
+    is deleted with the copy.
     """
     family = gguf_family(model.structure.config)
     if model.stream is None:
@@ -90,18 +90,16 @@ def rounded_pieces(
             put_back(name, memory, placed[name], model.model.config, family)
         return name in placed
 
-    result = refilled(model, fill)
-    with reported(f"cannot write the rounded tensors in {folder}", RETRY):
-        folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(prefix=".lyapunov-prune-", dir=folder, delete=False) as file:
-            path = Path(file.name)
-            weakref.finalize(result, path.unlink)
-            for own, piece, share in stored_tensors(result, family, quantize, chosen):
-                source = replace(piece.source, file=path, start=file.tell())
-                file.writelines(bytes_of(piece))
-                file.flush()
-                placed.setdefault(own, []).append(replace(piece, source=source, anew=None))
-                shares.append(share)
+    result, place = refilled(model, fill), ExitStack()
+    weakref.finalize(result, place.close)
+    path = place.enter_context(folder_beside(target)) / "tensors"
+    with reported(f"cannot write the rounded tensors beside {target}", RETRY), path.open("xb") as file:
+        for own, piece, share in stored_tensors(result, family, quantize, chosen):
+            source = replace(piece.source, file=path, start=file.tell())
+            file.writelines(bytes_of(piece))
+            file.flush()
+            placed.setdefault(own, []).append(replace(piece, source=source, anew=None))
+            shares.append(share)
     return result, [piece for some in placed.values() for piece in some], max(shares)
 
 

@@ -71,13 +71,22 @@ def write_pieces(path: Path, values: Mapping[str, Value], pieces: Sequence[Piece
 
 
 def bytes_of(piece: Piece) -> Iterator[memoryview]:
-    """The bytes of a piece, a buffer at a time."""
+    """The bytes of a piece, in parts that reuse one buffer."""
     source = piece.source
     if piece.anew is not None:
         yield memoryview(piece.anew.data)
         return
     with reported(f"cannot read {source.name} in {source.file}", "fetch it again"):
         yield from read_parts(source.file, source.start, source.size)
+
+
+def whole(piece: Piece) -> bytearray:
+    """The bytes of a piece together."""
+    made, start = bytearray(piece.size), 0
+    for part in bytes_of(piece):  # not by join, which would hold all parts before it copies the first
+        made[start : start + len(part)] = part
+        start += len(part)
+    return made
 
 
 def rewrite_text(path: Path, place: int, old: Value, new: str) -> None:
@@ -96,6 +105,6 @@ def same_bytes(piece: Piece, written: Tensor) -> bool:
     if (written.kind, written.dims, written.size) != (piece.kind, piece.source.dims, piece.size):
         return False
     if piece.anew is not None:
-        return b"".join(read_parts(written.file, written.start, written.size)) == piece.anew.data
+        return whole(Piece(written.name, written)) == piece.anew.data
     pairs = zip(read_parts(written.file, written.start, written.size), bytes_of(piece), strict=True)
     return all(now.tobytes() == was.tobytes() for now, was in pairs)

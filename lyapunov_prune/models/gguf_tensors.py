@@ -25,7 +25,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.ggml import Kind, bits_of, dequantised, fits, quantised
-from lyapunov_prune.models.gguf_copy import Anew, Piece, bytes_of
+from lyapunov_prune.models.gguf_copy import Anew, Piece, whole
 from lyapunov_prune.models.gguf_header import Tensor
 from lyapunov_prune.models.gguf_metadata import GGUFFamily, rope_tensors
 from lyapunov_prune.models.streamed import layer_held
@@ -167,7 +167,7 @@ def _in_turn(decoder: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
 def read_back(piece: Piece, config: PretrainedConfig, family: GGUFFamily) -> torch.Tensor:
     """The numbers of a piece of `stored_tensors` in the layout of the model."""
     kind, shape = Kind(piece.kind), piece.source.dims[::-1]
-    data = np.frombuffer(bytearray().join(bytes_of(piece)), np.uint8).reshape(prod(shape[:-1]), -1)
+    data = np.frombuffer(whole(piece), np.uint8).reshape(prod(shape[:-1]), -1)
     values = torch.from_numpy(dequantised(data, kind).reshape(shape))
     return _laid_out(piece.name, values, config, family, into_file=False)
 

@@ -74,7 +74,7 @@ def whole_folder(target: str | Path, remedy: str = RETRY) -> Iterator[Path]:
     """
     require_empty(target)
     target = Path(target).resolve()  # "." has no name, and a link cannot be replaced by a folder
-    with _partial(target, remedy) as temporary:
+    with folder_beside(target, remedy) as temporary:
         yield temporary
         _open_as_folder(temporary)
         for path in (*temporary.rglob("*"), temporary):
@@ -91,7 +91,7 @@ def whole_file(target: str | Path) -> Iterator[Path]:
     """
     require_empty(target, folder=False)
     target = Path(target).absolute()
-    with _partial(target, RETRY) as temporary:
+    with folder_beside(target) as temporary:
         yield temporary / target.name
         _open_as_folder(temporary)
         _sync(temporary / target.name)
@@ -109,7 +109,7 @@ def flushing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _partial(target: Path, remedy: str) -> Iterator[Path]:
+def folder_beside(target: Path, remedy: str = RETRY) -> Iterator[Path]:
     """A temporary folder next to `target`, removed at the end, with the leftovers of killed processes."""
     temporary = target.parent / f".{target.name}{_PARTIAL}{secrets.token_hex(_RANDOM_BYTES)}"
     lock = FileLock(f"{temporary}.lock", timeout=0)

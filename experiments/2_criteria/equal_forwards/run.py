@@ -1,18 +1,19 @@
 """SLEB, BlockPruner and greedy by KL beside `best`, each with as many forwards. (arXiv:2402.09025, arXiv:2406.10594)
 
-    python experiments/2_criteria/equal_forwards/run.py [--model MODEL] [--text FILE] [--remove 0.25] [--search 5]
+    python experiments/2_criteria/equal_forwards/run.py [--model MODEL] [--text FILE] [--search 5] [--beside SLEB]
 
-All choose on one half of a text. `best` goes first; what it has spent, in forwards of its check windows, is what each
-greedy search may spend. A greedy search leaves out one unit at a time, the one without which the model is best, tried
-beside all that are gone: SLEB a layer by the loss, BlockPruner an attention or an MLP by the loss until as many
-parameters are gone, and the third a layer by the KL from the dense model. What is left of the budget is shared out over
-the steps that remain, so it says how many tokens a step reads: the beginnings of as few windows as hold them. A trial
-is counted from its layer on, as those of `best` are. The models without what was chosen are scored on the other half of
-the text. Writes MODEL-TEXT.json beside this file.
+All choose on one half of a text, and each may spend --search forwards of the check windows of `best`. A greedy search
+leaves out one unit at a time, the one without which the model is best, tried beside all that are gone: SLEB a layer by
+the loss, BlockPruner an attention or an MLP by the loss until as many parameters are gone, and the third a layer by the
+KL from the dense model. What is left of the budget is shared out over the steps that remain, so it says how many tokens
+a step reads: the beginnings of as few windows as hold them, a quarter of each at most. A trial is counted from its
+layer on, as those of `best` are. The models without what was chosen are scored on the other half of the text. Writes
+MODEL-TEXT.json beside this file; finished greedy searches are kept, for another `best`.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -37,10 +38,15 @@ from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.ranking.best import best_removal
 from lyapunov_prune.ranking.candidates import SearchCost
 from lyapunov_prune.ranking.search import PART
+from lyapunov_prune.results.encoding import decode, encode
+from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
+LONGER = importlib.import_module("experiments.2_criteria.best.run")
 BEST = "`best`"
 FEW = 16  # tokens that a step reads at least
+LONG = ("model, text", "forwards", "removed", "loss, nats", "forwards then", "removed then", "loss then", "change")
+BEGINNING = 4  # of a window a greedy search reads at most this part
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,12 +92,13 @@ def main(
     context: int = 512,
     remove: Annotated[float, typer.Option(help="share of the layers")] = 0.25,
     search: Annotated[list[float], typer.Option(help="forwards that best may spend")] = [5.0],  # noqa: B006
+    beside: Annotated[list[str], typer.Option(help="greedy searches")] = ["SLEB", "greedy by KL", "BlockPruner"],  # noqa: B006
 ) -> None:
-    asked = partial(measure, remove=remove, searches=search)
+    asked = partial(measure, remove=remove, searches=search, beside=beside)
     measure_each(asked, HERE, model, text, tokens, context)
 
 
-def measure(given: Inputs, remove: float, searches: Sequence[float]) -> EqualForwards:
+def measure(given: Inputs, remove: float, searches: Sequence[float], beside: Sequence[str]) -> EqualForwards:
     decoder = given.loaded
     reading, judged = read(decoder, given.calibration), read(decoder, given.evaluation)
     blocks = blocks_of(reading)
@@ -99,22 +106,23 @@ def measure(given: Inputs, remove: float, searches: Sequence[float]) -> EqualFor
     count, found = int(remove * len(layers)), list[Chosen]()
     scoring, checking = apart(reading, of=2, most=None, least=POWER)
     whole = SearchCost.of(checking, scoring)
-    for search in searches:
-        best = best_removal(decoder, reading, count, search=search, folder=given.jobs)
-        gone = [block for layer in best.remove for block in layers[layer]]
-        seen = checking.batch.ids[:, : checking.batch.ids.shape[1] // PART].numel(), checking.batch.ids.numel()
-        found.append(chosen(BEST, search, best.forwards, seen, gone, judged))
-        ways: dict[str, tuple[list[Unit], Score]] = {
-            "SLEB": (layers, loss),
-            "greedy by KL": (layers, divergence),
-            "BlockPruner": ([(block,) for block in blocks], loss),
-        }
-        target = _share(gone)
-        for way, (units, score) in ways.items():
-            budget = best.forwards * checking.batch.ids.numel()
-            spent, read_tokens, gone = greedy(reading, units, target, budget, whole.head, score)
-            forwards = spent / checking.batch.ids.numel()
-            found.append(chosen(way, search, forwards, read_tokens, gone, judged))
+    parts = [(block,) for block in blocks]
+    about = {"texts": encode(given.origins), "remove": count}
+    with Store(given.jobs / "equal-forwards", "equal forwards", about) as store:
+        for search in searches:
+            best = best_removal(decoder, reading, count, search=search, folder=given.jobs)
+            gone = [block for layer in best.remove for block in layers[layer]]
+            seen = checking.batch.ids[:, : checking.batch.ids.shape[1] // PART].numel(), checking.batch.ids.numel()
+            target = _share(gone)
+            found.append(chosen(BEST, search, best.forwards, seen, gone, judged))
+            for way in beside:
+                units, score = (parts if way == "BlockPruner" else layers), WAYS[way]
+                key = f"{way}, {search:g} forwards"
+                if key not in store:
+                    budget = search * checking.batch.ids.numel()
+                    spent, seen, gone = greedy(reading, units, target, budget, whole.head, score)
+                    store.add(key, encode(chosen(way, search, spent * search / budget, seen, gone, judged)))
+                found.append(decode(Chosen, store[key]))
     dense = losses(judged, [])
     return EqualForwards(dense, *given.origins, tuple(found))
 
@@ -187,8 +195,8 @@ def step_cost(free: Sequence[Unit], gone: Sequence[Block], head: float) -> float
 
 
 def beginnings(batch: TokenBatch, tokens: int) -> torch.Tensor:
-    """About so many tokens: the beginnings of as few windows as hold them, each as `best` reads it at most."""
-    tokens, most = max(FEW, tokens), batch.ids.shape[1] // PART
+    """About so many tokens: the beginnings of as few windows as hold them."""
+    tokens, most = max(FEW, tokens), batch.ids.shape[1] // BEGINNING
     windows = min(len(batch.ids), math.ceil(tokens / most))
     return batch.ids[:windows, : min(most, tokens // windows)]
 
@@ -201,6 +209,10 @@ def divergence(logits: torch.Tensor, dense: torch.Tensor, ids: torch.Tensor) -> 
     """`KL(dense ‖ changed)`, the mean over all positions, nats."""
     p, q = (z.flatten(0, 1).float().log_softmax(-1) for z in (dense, logits))
     return F.kl_div(q, p, log_target=True, reduction="batchmean")
+
+
+# What each greedy search goes by; BlockPruner leaves out attentions and MLPs, the others whole layers.
+WAYS: dict[str, Score] = {"SLEB": loss, "greedy by KL": divergence, "BlockPruner": loss}
 
 
 @torch.no_grad()
@@ -223,13 +235,30 @@ def written() -> dict[str, str]:
     results = EqualForwards.all(HERE)
     head = ("model, text", "chosen by", "forwards", "tokens a step", "attentions that go", "MLPs that go")
     rows = [row for result in results for row in _rows(result)]
-    compared = [compare(best.windows, each.windows) for result in results for best, each in _beside_best(result)]
+    pairs = [pair for result in results for pair in _beside_best(result)]
+    compared = [compare(best.windows, each.windows) for best, each in pairs]
     better, worse = sum(c.harms for c in compared), sum(c.pays for c in compared)
     return {
         "setting": settings(results),
         "table": table((*head, "of the parameters", "over the dense", "over `best`"), rows),
-        "compared": f"{len(compared)} comparisons: better in {better}, worse in {worse}",
+        "compared": f"{len(pairs)} comparisons: better in {better}, worse in {worse}",
+        "lower": f"{sum(best.windows.mean() < each.windows.mean() for best, each in pairs)} of {len(pairs)}",
+        "longer": table(LONG, [row for result in results for row in _longer(result)]),
     }
+
+
+def _longer(result: EqualForwards) -> list[tuple[object, ...]]:
+    """Each choice of `best` beside that of the experiment `best`, which had more forwards, on the same windows."""
+    text = result.measured_on.text_hash
+    earlier = next((e for e in LONGER.BestOnOneText.all(LONGER.HERE) if e.measured_on.text_hash == text), None)
+    rows: list[tuple[object, ...]] = []
+    for each in result.chosen:
+        if each.way == BEST and earlier is not None:
+            other, loss = earlier.of("best", len(each.attentions)), float(each.windows.mean())
+            share = loss / float(other.windows.mean()) - 1
+            own = (result.name, each.forwards, runs(each.attentions), loss)
+            rows.append((*own, other.forwards, runs(other.removed), float(other.windows.mean()), percent(share)))
+    return rows
 
 
 def _beside_best(result: EqualForwards) -> list[tuple[Chosen, Chosen]]:
