@@ -7,6 +7,7 @@
 - `cost`: the bytes and the cost of every matrix in every type;
 - `size`: the size that is asked for, `300MB`, `50%` or `4.5bpw`;
 - `measured`: what rounding costs, measured one matrix at a time;
+- `feedback`: the same types written better, later columns making up for the errors of earlier ones;
 - `alone`: what stands beside a removal, the whole model rounded to the same bytes;
 - `spend`: all steps, from a model to a file or folder of that size and what it lost;
 - `spent`: the result.

@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.budget.fisher import matrices_of
@@ -49,6 +50,9 @@ class Blocks(Storage):
     def bits_of(self, kind: Kind) -> float:
         return bits_of(kind)
 
+    def block(self, kind: Kind) -> int:
+        return GGML_QUANT_SIZES[kind][0]
+
     def size_in(self, kind: Kind, shape: Sequence[int]) -> int:
         return int(prod(shape) * bits_of(kind)) // 8
 
@@ -67,7 +71,7 @@ class Blocks(Storage):
     ) -> RoundedModel:
         matrices = matrices_of(decoder.model)
         taken: dict[str, int] = {}
-        for name, (kind, _) in chosen.items():
+        for name, (kind, *_) in chosen.items():
             taken[kind.name] = taken.get(kind.name, 0) + self.size_in(kind, matrices[name].shape)
         types = {name: BlockType(*how) for name, how in chosen.items()}
         pieces = rounded_pieces(decoder, "f16", types, Path(target))

@@ -115,7 +115,7 @@ def _sample(W: np.ndarray, F: np.ndarray, most: int) -> tuple[np.ndarray, np.nda
     return rows, (times * total[-1] / most / np.maximum(size[rows], 1e-300)).astype(np.float32)
 
 
-def in_parts(W: np.ndarray, work: Callable[[slice], T]) -> list[T]:
+def in_parts(W: np.ndarray | torch.Tensor, work: Callable[[slice], T]) -> list[T]:
     """`work` on slices of the rows of `W`, in as many threads as torch uses."""
     size = max(1, _AT_ONCE // W.shape[1])
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:

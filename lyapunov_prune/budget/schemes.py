@@ -74,6 +74,9 @@ class Schemes(Storage):
     def bits_of(self, kind: Scheme) -> float:
         return kind.bits + (8 * _BYTES / kind.group_size if kind.group_size else 0)
 
+    def block(self, kind: Scheme) -> int:
+        return kind.group_size or 0
+
     def size_in(self, kind: Scheme, shape: Sequence[int]) -> int:
         return _BYTES * prod(shape) if kind == DENSE else kind.size(shape, _BYTES)
 
@@ -95,10 +98,11 @@ class Schemes(Storage):
         tensors = dict(saved_tensors(small.model))
         for tensor in filter(self._narrows, tensors.values()):
             tensor.data = tensor.data.to(self._dtype).to(tensor.dtype)
-        packing = Packing({name.removesuffix(".weight"): kind for name, (kind, _) in chosen.items() if kind != DENSE})
-        for name, (kind, importance) in track(chosen.items(), "rounding"):
+        packing = Packing({name.removesuffix(".weight"): kind for name, (kind, *_) in chosen.items() if kind != DENSE})
+        for name, (kind, importance, given) in track(chosen.items(), "rounding"):
             if kind != DENSE:
-                grid = _grid(tensors[name].data.to(self._dtype), kind, importance)
+                W = tensors[name].data if given is None else given
+                grid = _grid(W.to(self._dtype), kind, importance)
                 packing.put(name.removesuffix(".weight"), grid)
                 tensors[name].data = grid.values().to(tensors[name].dtype)
 

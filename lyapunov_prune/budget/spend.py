@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -17,12 +18,13 @@ from lyapunov_prune.allocation.knapsack import cheapest
 from lyapunov_prune.arguments import Seed
 from lyapunov_prune.budget.blocks import BLOCKS
 from lyapunov_prune.budget.cost import TensorCost, costs
+from lyapunov_prune.budget.feedback import fed_forward
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.budget.measured import corrected
 from lyapunov_prune.budget.schemes import Schemes
 from lyapunov_prune.budget.size import bytes_for
 from lyapunov_prune.budget.spent import Frontier, Spent
-from lyapunov_prune.budget.storage import RoundedModel, Storage
+from lyapunov_prune.budget.storage import Chosen, How, RoundedModel, Storage
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.judging import compare, require_windows
@@ -36,7 +38,7 @@ from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.launched import from_each
 from lyapunov_prune.models.plain import PlainStreamable
 from lyapunov_prune.predictions.divergence import kl_by_window
-from lyapunov_prune.progress import is_main, track
+from lyapunov_prune.progress import is_main, track, warn
 from lyapunov_prune.results.files import require_empty
 from lyapunov_prune.results.worth import Ratio, Worth
 
@@ -66,11 +68,12 @@ def spend(
     `check` decides, and is with `batch` what the file's history names as seen. Without a size the file is the smallest
     of `_TRIED` that costs less than 10 % more perplexity there (`sizes.SizesTried`). If the prediction differs from the
     KL there by more than 15 %, and by more than chance explains, the costs of the worst matrices are measured one at a
-    time on `batch` (`measured.corrected`), the types are chosen again, and those of the smaller KL there stay. The
-    header's description, or the card, says the ratio of perplexities on `judge`.
+    time on `batch` (`measured.corrected`), the types are chosen again, and those of the smaller KL there stay. Then the
+    model is written with feedback too (`feedback.fed_forward`), and what has the smaller KL there stays. The header's
+    description, or the card, says the ratio of perplexities on `judge`.
 
-    A streamed model goes into a `.gguf` file with one layer in memory, and the costs are left as they are. The states
-    of `batch` before every layer, if memory is short, and the rounded tensors lie beside `output` meanwhile.
+    A streamed model goes into a `.gguf` file with one layer in memory, without feedback and with the costs as they are.
+    The states of `batch` before every layer, if memory is short, and the rounded tensors lie beside `output` meanwhile.
 
     Raises CheckFailed if every one of `_TRIED` costs more, and LyapunovPruneError for a size below the least, which is
     named, and above 16 bits, for fewer than 4 windows that judge or decide, for texts that share tokens, for an
@@ -102,6 +105,9 @@ def spend(
         measured, alone = corrected(reading, made.rounded.decoder, made.found, made.pick)
         if not np.array_equal(chosen_types(measured, room), made.pick):
             made = min(made, make(measured, room), key=lambda each: each.kl.mean())
+    fed = None
+    if model.stream is None:
+        made, fed = _fed(storage, tokenizer, output, reading, decides, made, seed)
     kl, loss = kl_by_window(judged, read(made.rounded.decoder, judge))
     saw = reading.measured_on(seed), decides.measured_on()
     worth = Worth(None, ratio_of(loss), f"{judge.text} ({judge.split})", judge.tokens)
@@ -117,6 +123,7 @@ def spend(
         kl=kl,
         loss=loss,
         alone=tuple(alone),
+        fed=fed,
         frontier=frontier(storage, made.found, 8 * room / weights, weights),
         measured_on=saw[0],
         judged_on=judged.measured_on(),
@@ -135,13 +142,14 @@ def require_target(output: str | Path) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """A model with the types `pick` of the matrices `found`, and what it loses.
+    """A model with the types `pick` of the matrices `found`, rounded as `chosen`, and what it loses.
 
     `kl` and `loss` (windows,) are those of `kl_by_window`.
     """
 
     found: list[TensorCost]
     pick: np.ndarray
+    chosen: Chosen
     rounded: RoundedModel
     kl: np.ndarray
     loss: np.ndarray
@@ -171,9 +179,33 @@ def _made(
 ) -> _Made:
     """The model with the types of least cost within `room` bytes."""
     pick = chosen_types(found, room)
-    chosen = {t.name: (t.kinds[k], t.importance) for t, k in zip(found, pick, strict=True)}
+    chosen = {t.name: How(t.kinds[k], t.importance) for t, k in zip(found, pick, strict=True)}
     rounded = storage.made(judged.decoder, tokenizer, output, chosen)
-    return _Made(found, pick, rounded, *kl_by_window(judged, read(rounded.decoder, judged.batch)))
+    return _Made(found, pick, chosen, rounded, *kl_by_window(judged, read(rounded.decoder, judged.batch)))
+
+
+def _fed(
+    storage: Storage,
+    tokenizer: PreTrainedTokenizerBase | None,
+    output: str | Path,
+    reading: Reading,
+    judged: Reading,
+    made: _Made,
+    seed: int,
+) -> tuple[_Made, float | None]:
+    """`made`, or the same types with feedback if its KL is smaller, and the KL with feedback over that without."""
+    before = float(made.kl.mean())
+    try:
+        chosen = fed_forward(reading, storage, made.chosen, copy.deepcopy(made.rounded.decoder.model), seed)
+    except LyapunovPruneError as why:
+        warn(f"written without feedback: {why}")
+        return made, None
+    if before == 0 or all(how.given is None for how in chosen.values()):
+        return made, None
+    rounded = storage.made(judged.decoder, tokenizer, output, chosen)
+    kl, loss = kl_by_window(judged, read(rounded.decoder, judged.batch))
+    fed = replace(made, chosen=chosen, rounded=rounded, kl=kl, loss=loss)
+    return min(made, fed, key=lambda each: each.kl.mean()), float(kl.mean()) / before
 
 
 def _tried(

@@ -61,8 +61,10 @@ class Spent(Result):
     measured on `judged_on`, a text that neither the costs nor the importances used; those are of `measured_on`. There
     `loss` (windows,) is by how much the loss rose, nats a token. `alone` names the matrices whose costs were measured
     one at a time, since the prediction was off; with `as_they_are` none was, since the model was read from files.
-    `tried` are the sizes of which this one was taken, where none was asked for. `bits` is the mean over the weights of
-    all matrices, `size` the bytes of all tensors.
+    `tried` are the sizes of which this one was taken, where none was asked for. `fed` is the KL with feedback
+    (`feedback.fed_forward`) over that without, on the text that decides: below 1 the file is written with it; None if
+    it changes nothing or is impossible. `bits` is the mean over the weights of all matrices, `size` the bytes of all
+    tensors.
     """
 
     wanted: str
@@ -81,6 +83,7 @@ class Spent(Result):
     rounded_before: bool
     tried: SizesTried | None = None
     as_they_are: bool = False
+    fed: float | None = None
 
     @property
     def predicted(self) -> float:
@@ -127,6 +130,9 @@ class Spent(Result):
                 f"The first prediction was more than 15 % off: the costs of {len(self.alone)} matrices were measured, "
                 "one at a time, and the types chosen again"
             )
+        if self.fed is not None:
+            kept = "" if self.fed < 1 else "; left out"
+            lines.append(f"Feedback, by which later columns make up for earlier ones: KL × {self.fed:.3g}{kept}")
         if (half := np.flatnonzero(self.frontier.best <= self.predicted / 2)).size:
             rows, at = self.frontier, half[self.frontier.bytes[half].argmin()]
             lines.append(

@@ -7,16 +7,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.worth import Worth
 
-Chosen = Mapping[str, tuple[Any, np.ndarray]]  # by matrix: its type, and the importance of its columns
+
+class How(NamedTuple):
+    """A matrix's type, and the importance of its columns; if `given`, that is rounded in its place, block by block."""
+
+    kind: Any
+    importance: np.ndarray
+    given: torch.Tensor | None = None
+
+
+Chosen = Mapping[str, How]
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,10 @@ class Storage(ABC):
     @abstractmethod
     def bits_of(self, kind: Any) -> float:
         """Bits of a weight, scales included."""
+
+    @abstractmethod
+    def block(self, kind: Any) -> int:
+        """So many columns of a row are rounded by themselves; 0 if all of a row are rounded together."""
 
     @abstractmethod
     def size_in(self, kind: Any, shape: Sequence[int]) -> int:

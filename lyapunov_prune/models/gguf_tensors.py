@@ -17,6 +17,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
@@ -36,10 +37,14 @@ _MOVES = (0.01, 0.5)  # largest relative change by rounding to 16 bits or more, 
 
 @dataclass(frozen=True, eq=False)
 class BlockType:
-    """How a matrix is stored: its type, and the importance of its columns (`ggml.quantised`), of experts by expert."""
+    """How a matrix is stored: its type, and the importance of its columns (`ggml.quantised`), of experts by expert.
+
+    If `given`, that is rounded in its place, every block of columns by itself: some types look at the whole row.
+    """
 
     type: Kind
     importance: np.ndarray | None = None
+    given: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,10 @@ def _quantised(name: str, values: np.ndarray, how: BlockType) -> tuple[Kind, np.
     if kind == Kind.F16 and (largest := np.abs(values).max()) > (most := np.finfo(np.float16).max):
         raise LyapunovPruneError(f"{name} holds {largest:.5g}, and f16 ends at {most:.5g}; give --quantize bf16")
     importance = how.importance
+    if how.given is not None and importance is not None:
+        edges = range(0, values.shape[1], GGML_QUANT_SIZES[kind][0])
+        blocks = zip(np.split(values, edges[1:], 1), np.split(importance, edges[1:]), strict=True)
+        return kind, np.concatenate([quantised(block, kind, columns) for block, columns in blocks], 1)
     if importance is None or importance.ndim == 1:
         return kind, quantised(values.reshape(-1, values.shape[-1]), kind, importance)
     return kind, np.concatenate([quantised(*each) for each in zip(values, repeat(kind), importance, strict=False)])
@@ -129,14 +138,16 @@ def stored_tensors(
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for own, tensor in _in_turn(decoder):  # tied ones once: without an output matrix llama.cpp uses the embeddings
+        how = chosen.get(own)
         for known, part in _parts(own, tensor):
             name = names.get_name(known, try_suffixes=(".weight", ".bias"))
             if name is None:
                 raise LyapunovPruneError(f"llama.cpp has no tensor for {own} in {family.architecture}; write it plain")
             name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
-            values = _laid_out(name, part.detach().float().cpu(), config, family, into_file=True)
-            kind, data = _quantised(name, values.numpy(), chosen.get(own) or _how(name, values, quantisation))
-            before, piece = part.detach().float().clone(), _piece(name, values, kind, data)
+            before = (part if how is None or how.given is None else how.given.to(part.device)).detach().float().clone()
+            values = _laid_out(name, before.cpu(), config, family, into_file=True)
+            kind, data = _quantised(name, values.numpy(), how or _how(name, values, quantisation))
+            piece = _piece(name, values, kind, data)
             part.copy_(read_back(piece, config, family))
             moved = float((part.float() - before).norm() / values.norm().clamp_min(1e-30).to(part.device))
             yield own, piece, moved / _MOVES[bits_of(kind) < 16]

@@ -22,17 +22,19 @@ from lyapunov_prune.budget.fisher import fisher, matrices_of
 from lyapunov_prune.budget.size import bytes_for
 from lyapunov_prune.budget.spend import spend
 from lyapunov_prune.budget.spent import Spent
+from lyapunov_prune.budget.storage import Chosen, Storage
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.llama_cpp import installed
 from lyapunov_prune.export import llama_cpp
 from lyapunov_prune.export.format import Quantisation
 from lyapunov_prune.export.gguf_whole import write_gguf
-from lyapunov_prune.forward.reading import read
+from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.ggml import Kind
 from lyapunov_prune.models.gguf import read_gguf
 from lyapunov_prune.models.gguf_header import read_header
+from lyapunov_prune.predictions.divergence import kl_by_window
 from lyapunov_prune.results.history import history_of
 
 PROBED = ("model.embed_tokens.weight", "model.layers.2.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight")
@@ -132,7 +134,7 @@ def test_a_file_of_the_size_loads_and_costs_what_is_predicted(tmp_path: Path, mo
     copied = Mock(wraps=copy.deepcopy)
     monkeypatch.setattr(copy, "deepcopy", copied)
     found = spend(model, make_tokenizer(), "6bpw", target, **texts())
-    assert sum(call.args[0] is model for call in copied.mock_calls) == 1
+    assert sum(call.args[0] is model for call in copied.mock_calls) == 2  # one of them with feedback
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
     assert 5.5 < found.bits <= 6
     assert found.predicted == pytest.approx(found.measured.change, rel=0.3)
@@ -220,6 +222,36 @@ def test_a_cost_that_is_wrong_is_measured_and_the_types_chosen_again(
     kl = {name: each.measured.change for name, each in made.items()}
     assert kl["planted"] == pytest.approx(kl["right"], rel=0.3)
     assert made["planted"].predicted == pytest.approx(kl["planted"], rel=0.3)
+
+
+@ENGINES
+def test_feedback_stays_if_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_cpp, "installed", lambda: False)
+    module, made = import_module(spend.__module__), {}
+
+    def impossible(*args: object) -> Chosen:
+        raise LyapunovPruneError("no token reaches it")
+
+    def zeros(reading: Reading, storage: Storage, chosen: Chosen, *others: object) -> Chosen:
+        blank = {name: torch.zeros_like(p) for name, p in reading.model.named_parameters() if name in chosen}
+        return {name: how._replace(given=blank[name]) for name, how in chosen.items()}
+
+    for name, feedback in {"fed": module.fed_forward, "impossible": impossible, "zeros": zeros}.items():
+        monkeypatch.setattr(module, "fed_forward", feedback)
+        target = tmp_path / f"{name}.gguf"
+        made[name] = spend(tiny(tie_word_embeddings=True), make_tokenizer(), "5bpw", target, **texts(48, 24, 24))
+        there = read_gguf(target, {"dtype": torch.float32, "device_map": "cpu"}).model
+        kl = kl_by_window(
+            read(wrap(tiny(tie_word_embeddings=True)), text("of b", 24)), read(wrap(there), text("of b", 24))
+        )
+        assert made[name].kl == pytest.approx(kl[0], rel=1e-3)
+    fed = {name: each.fed or 0 for name, each in made.items()}
+    assert 0 < fed["fed"] < 1
+    assert made["fed"].measured.change < made["impossible"].measured.change
+    assert made["impossible"].fed is None
+    assert fed["zeros"] > 1
+    assert (made["zeros"].kl == made["impossible"].kl).all()
+    assert len(made["zeros"].answer()) > len(made["impossible"].answer())
 
 
 @ENGINES

@@ -14,7 +14,10 @@ from helpers import launched_twice, make_tiny, make_tokenizer, moe
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
+from lyapunov_prune.budget.blocks import BLOCKS
+from lyapunov_prune.budget.feedback import fed_forward
 from lyapunov_prune.budget.fisher import fisher, matrices_of
+from lyapunov_prune.budget.storage import How
 from lyapunov_prune.calibration.downstream import token_weights
 from lyapunov_prune.calibration.gathering import input_norms
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
@@ -22,6 +25,7 @@ from lyapunov_prune.forward import dealing
 from lyapunov_prune.forward.dealing import dealt, shared_out, summed
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.ggml import Kind
 from lyapunov_prune.models.launched import alone
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.predictions.divergence import kl_by_window, skip_divergence, sublayer_divergence
@@ -43,7 +47,7 @@ launched({folder!r})
 # Relative, where sums of each process are added.
 SUMMED = {
     **dict.fromkeys(("expert use", "norms", "explain"), 1e-12),
-    **dict.fromkeys(("gptq", "best, mended", "streamed"), 1e-5),  # float32
+    **dict.fromkeys(("gptq", "feedback", "best, mended", "streamed"), 1e-5),  # float32
     "sweep of a layer": 1e-9,  # 1 − CKA
     **dict.fromkeys(("fisher", "fisher, streamed"), 1e-4),  # summed in float32
 }
@@ -67,6 +71,11 @@ def measured(folder: Path) -> dict[str, Callable[[], Any]]:
 
     def weights() -> dict[str, Any]:
         return named({name: torch.cat(calls) for name, calls in token_weights(reading, projections).items()})
+
+    def fed() -> dict[str, Any]:
+        small, wide = make_tiny("llama"), {name: p for name, p in model.named_parameters() if p.ndim == 2}
+        fed_forward(reading, BLOCKS, {n: How(Kind.Q4_0, np.ones(p.shape[1])) for n, p in wide.items()}, small)
+        return named(small.state_dict())
 
     def streamed() -> dict[str, Any]:
         files = lp.load_streamed(folder / "saved")
@@ -94,6 +103,7 @@ def measured(folder: Path) -> dict[str, Callable[[], Any]]:
         "norms of experts": lambda: named(input_norms(mixture := moe("mixtral"), ids, find_projections(wrap(mixture)))),
         "token weights": weights,
         "gptq": gptq,
+        "feedback": fed,
         "fisher": lambda: named(dict(fisher(reading, matrices_of(model), 0))),
         "fisher, streamed": from_files,
         "explain": lambda: lp.explain(model, other, ids, batch_size=2),

@@ -3,43 +3,39 @@
     python experiments/9_bytes/feedback/run.py --peer FOLDER [--model MODEL] [--text FILE]... [--size Q4_K_M]...
 
 MODEL is one off its grid, as `smollm2-135m-dithered-0`. The types are those that `shrink --size` takes at the bytes of
-llama.cpp's files in FOLDER (bytes/run.py), and stay the same. The matrices of the layers are then written without and
-with feedback (experiments/fed_back.py), layer by layer with the earlier layers already written. Writes MODEL-TEXT.json
-after every row, one a text: an interrupted run goes on. The texts decide whether feedback becomes part of `shrink`, so
-none is one to report on.
+llama.cpp's files in FOLDER (bytes/run.py), and stay the same. The head and the matrices of the layers are then written
+without and with feedback (`budget.feedback`). Writes MODEL-TEXT-own.json after every row, one a text: an interrupted
+run goes on. The texts decided that feedback became part of `shrink`, so none is one to report on.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import torch
 import typer
 from transformers import PreTrainedModel
 
 from experiments.block_types import Judge, costs_of, fill, taken_by
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, read_text, run, show
-from experiments.fed_back import fed_back
 from experiments.statements import bullets, quotient, table
+from lyapunov_prune.budget.blocks import BLOCKS
 from lyapunov_prune.budget.cost import TensorCost
+from lyapunov_prune.budget.feedback import DAMPING, fed_forward
 from lyapunov_prune.budget.spend import chosen_types
-from lyapunov_prune.calibration.gram import damped
-from lyapunov_prune.calibration.statistics import Statistics
-from lyapunov_prune.calibration.streaming import stream
+from lyapunov_prune.budget.storage import How
 from lyapunov_prune.forward.reading import Reading, read
-from lyapunov_prune.models.plain import find_projections
-from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
 SIZES = ("Q4_K_M", "Q3_K_M")
-DAMPINGS = (0.5, 0.01)  # of the mean energy of an input; GPTQ's is 0.01
+OWN = "text of its own, layers and head"
+DAMPINGS = (DAMPING, 0.01)  # GPTQ's is 0.01
 
 
 @dataclass(frozen=True)
@@ -57,12 +53,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Feedback(Result):
-    """A model written without feedback and with, on one text, by `commit`."""
+    """A model written without feedback and with, on one text, by `commit`.
+
+    `own`: as `shrink --size` does it, by text of the model's own. The results before have feedback in the layers alone,
+    by the text of the costs and with the columns in their order.
+    """
 
     rows: tuple[Row, ...]
     commit: str
     calibrated_on: MeasuredOn
     measured_on: MeasuredOn
+    own: bool = False
 
     def find(self, size: str, damping: float | None) -> Row | None:
         return next((row for row in self.rows if (row.size, row.damping) == (size, damping)), None)
@@ -73,7 +74,7 @@ def main(
     model: Model = Model(f"{BUILT_IN}-dithered-0"),
     text: Each = None,
     size: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SIZES)} if not given")] = None,
-    windows: Annotated[int, typer.Option(help="of 256 tokens of the built-in text, for costs and Gram matrices")] = 24,
+    windows: Annotated[int, typer.Option(help="of 256 tokens of the built-in text, for the costs")] = 24,
     tokens: Annotated[int, typer.Option(help="of each text")] = 4096,
 ) -> None:
     commit, dense = committed(), model.load()
@@ -82,64 +83,55 @@ def main(
     for each in text or ["builtin"]:
         judged = read(dense, read_text(dense, each, tokens, 256, "evaluation" if each == "builtin" else "all"))
         on = reading.measured_on(), judged.measured_on()
-        file = HERE / f"{on[0].model.name}-{Path(judged.batch.text).stem}.json"
-        judges.append(Judge(judged, Feedback((), commit, *on), file))
+        file = HERE / f"{on[0].model.name}-{Path(judged.batch.text).stem}-own.json"
+        judges.append(Judge(judged, Feedback((), commit, *on, own=True), file))
     known = costs_of(dense, reading.batch, peer).of
     weights = sum(dense.model.get_parameter(t.name).numel() for t in known)
-    for damping, name in product((None, *DAMPINGS), size or SIZES):
+    for damping, name in product((None, DAMPING), size or SIZES):
         lacking = [judge for judge in judges if judge.found.find(name, damping) is None]
         if not lacking:
             continue
         room = taken_by(peer / f"imatrix-{name.lower()}.gguf")
-        small = made(reading, known, chosen_types(known, room), damping)
+        small = made(reading, known, chosen_types(known, room), damping is not None)
         for judge in lacking:
             judge.add(Row(name, damping, 8 * room / weights, ()), small)
     show(written())
 
 
-@torch.no_grad()
-def made(reading: Reading, known: Sequence[TensorCost], pick: np.ndarray, damping: float | None) -> PreTrainedModel:
-    """The model with the types `pick`, the matrices of the layers written with feedback where there is a damping."""
-    dense = reading.model
-    small = copy.deepcopy(dense)
-    fill(small, dense, known, pick)
-    if damping is None:
-        return small
-    types = {t.name: (t.kinds[k], t.importance) for t, k in zip(known, pick, strict=True)}
-    projections = find_projections(reading.decoder)
-
-    def change(here: Sequence[Projection], statistics: Mapping[str, Statistics]) -> None:
-        for p in here:
-            name, gram = f"{p.module}.{p.parameter}", statistics[p.name].gram
-            assert gram is not None
-            W = dense.get_parameter(name)
-            small.get_parameter(name).copy_(fed_back(W, *types[name], damped(gram, damping, W.device)))
-
-    stream(small, reading.batch, projections, "gram", change)
+def made(reading: Reading, known: Sequence[TensorCost], pick: np.ndarray, fed: bool) -> PreTrainedModel:
+    """The model with the types `pick`, with feedback if `fed`."""
+    small = copy.deepcopy(reading.model)
+    fill(small, reading.model, known, pick)
+    if fed:
+        chosen = {t.name: How(t.kinds[k], t.importance) for t, k in zip(known, pick, strict=True)}
+        fed_forward(reading, BLOCKS, chosen, small)
     return small
 
 
 def written() -> dict[str, str]:
     found = [Feedback.load(path) for path in sorted(HERE.glob("*.json"))]
-    return {"setting": bullets(*map(_setting, found)), "table": _table(found)}
+    rows = [row for r in found for row in _rows(r)]
+    heads = [f"with / without, damping {damping:g}" for damping in DAMPINGS]
+    shares = [f"{row[0]} at the bytes of {row[3]} on {row[1]} {row[6]}" for row in rows if row[2] == OWN]
+    head = ("model", "text", "Gram matrices of", "bytes of", "bits", "KL without", *heads)
+    return {"setting": bullets(*map(_setting, found)), "table": table(head, rows), "shares": "; ".join(shares)}
 
 
 def _setting(r: Feedback) -> str:
-    return f"commit {r.commit}; costs and Gram matrices from {r.calibrated_on.line()}; KL on {r.measured_on.line()}"
+    gram = f"costs from {r.calibrated_on.line()}; Gram matrices of {'as many tokens of its own' if r.own else 'these'}"
+    return f"commit {r.commit}; {gram}; KL on {r.measured_on.line()}"
 
 
-def _table(found: Sequence[Feedback]) -> str:
-    rows = []
-    for r in found:
-        name, text = r.calibrated_on.model.name.split(DITHERED)[0], Path(r.measured_on.text).stem
-        for size in dict.fromkeys(row.size for row in r.rows):
-            plain, *others = (r.find(size, damping) for damping in (None, *DAMPINGS))
-            if plain is not None:
-                kl = np.array(plain.kl)
-                shares = [quotient(np.array(other.kl), kl)[1] if other else None for other in others]
-                rows.append((name, text, size, f"{plain.bits:.2f}", f"{kl.mean():.4f}", *shares))
-    heads = [f"with / without, damping {damping:g}" for damping in DAMPINGS]
-    return table(("model", "text", "bytes of", "bits", "KL without", *heads), rows)
+def _rows(r: Feedback) -> list[tuple[str, ...]]:
+    name, text, rows = r.calibrated_on.model.name.split(DITHERED)[0], Path(r.measured_on.text).stem, []
+    for size in dict.fromkeys(row.size for row in r.rows):
+        plain, *others = (r.find(size, damping) for damping in (None, *DAMPINGS))
+        if plain is not None:
+            kl = np.array(plain.kl)
+            shares = [quotient(np.array(other.kl), kl)[1] if other else "-" for other in others]
+            gram = OWN if r.own else "built-in text, layers alone"
+            rows.append((name, text, gram, size, f"{plain.bits:.2f}", f"{kl.mean():.4f}", *shares))
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""Rounding in blocks of columns, of which later ones make up for the errors of earlier ones (GPTQ)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.budget.cost import in_parts
+from lyapunov_prune.budget.storage import Chosen, Storage
+from lyapunov_prune.calibration.gram import damped
+from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.calibration.streaming import stream
+from lyapunov_prune.compression.second_order import inverse_factor
+from lyapunov_prune.forward.dealing import dealt, summed
+from lyapunov_prune.forward.own_text import self_generated
+from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
+
+DAMPING = 0.5  # of the mean energy of an input: with less, so few tokens are fitted too closely to gain on other text
+
+
+def fed_back(
+    W: torch.Tensor, size: int, H: torch.Tensor, rounded: Callable[[np.ndarray, slice], np.ndarray]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `W` (m × n) is to be rounded from, block by block of `size` columns, and what becomes of it; float32.
+
+    The blocks are taken by their energy, the largest first. `Q_B` of a block is `P_B` as `rounded` makes it (given the
+    numbers, and which columns they are); the columns R of the blocks that are left become
+    `P_R − (P_B − Q_B) ([(H_BR,BR)⁻¹]_BB)⁻¹ [(H_BR,BR)⁻¹]_BR`, from `P = W` on. Among all changes of R that leaves the
+    least `tr((W − Q) H (W − Q)ᵀ)`, `H` (n × n, float64). With `UᵀU = H⁻¹` (`inverse_factor`) the factors are
+    `U_BB⁻¹ U_BR`. Frantar et al., GPTQ (ICLR 2023, arXiv:2210.17323), where a block is one column.
+    """
+    n = W.shape[1]
+    order = H.diagonal().view(-1, size).sum(1).argsort(descending=True, stable=True)
+    columns = (size * order[:, None] + torch.arange(size, device=H.device)).flatten()
+    U = inverse_factor(H[columns][:, columns])
+    starts = range(0, n, size)
+    own, left = [U[at : at + size, at : at + size] for at in starts], [U[at : at + size, at + size :] for at in starts]
+    steps = [torch.linalg.solve_triangular(a, b, upper=True) for a, b in zip(own, left, strict=True)]
+
+    def part(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        P = W.detach()[rows].to(H)[:, columns]
+        Q = torch.empty_like(P)
+        for at, block, step in zip(starts, order.tolist(), steps, strict=True):
+            here = slice(at, at + size)
+            given = np.ascontiguousarray(P[:, here].float().cpu().numpy())
+            Q[:, here] = torch.from_numpy(rounded(given, slice(size * block, size * (block + 1)))).to(Q)
+            P[:, at + size :] -= (P[:, here] - Q[:, here]) @ step
+        back = columns.argsort()
+        return P[:, back].float(), Q[:, back].float()
+
+    P, Q = map(torch.cat, zip(*in_parts(W, part), strict=True))
+    return P, Q
+
+
+@torch.no_grad()
+def fed_forward(reading: Reading, storage: Storage, chosen: Chosen, rounded: PreTrainedModel, seed: int = 0) -> Chosen:
+    """`chosen` with what the matrices of the layers and the head are to be rounded from (`fed_back`).
+
+    `H` is the Gram matrix of a matrix's inputs on as many tokens as the batch has, written by the model itself (those
+    of one text gain less on others), with `DAMPING` times their mean energy on the diagonal. That of the head is of the
+    model's own states, those of a layer with what is before it written already: `rounded`, a copy of the model that is
+    rounded as `chosen`, becomes what is to be written. A head that is the embedding too moves both. Experts, embeddings
+    by themselves, and types whose blocks are one number or a whole row stay as they are. Memory: the Gram matrices of
+    one layer, and what the matrices are to be rounded from.
+
+    Raises as `self_generated`, for a model that names no token to begin with, and `calibration.streaming.stream`.
+    """
+    dense, found = reading.model, dict(chosen)
+    windows, context = reading.batch.ids.shape
+    own = self_generated(reading.decoder, tokens=windows * context, context=context, seed=seed)
+    reading = read(reading.decoder, own)
+
+    def feeds(name: str) -> bool:
+        return name in chosen and 1 < storage.block(chosen[name].kind) < dense.get_parameter(name).shape[1]
+
+    def feed(name: str, gram: torch.Tensor) -> None:
+        W, (kind, importance, _) = dense.get_parameter(name), chosen[name]
+        H = damped(gram, DAMPING, W.device)
+        P, Q = fed_back(W, storage.block(kind), H, lambda V, some: storage.rounded(V, kind, importance[some]))
+        found[name] = found[name]._replace(given=P)
+        rounded.get_parameter(name).copy_(Q)
+
+    def change(here: Sequence[Projection], statistics: Mapping[str, Statistics]) -> None:
+        for name, p in projections.items():
+            if p in here:
+                gram = statistics[p.name].gram
+                assert gram is not None
+                feed(name, gram)
+
+    head: Any = dense.get_output_embeddings()
+    for name in [name for name, p in dense.named_parameters() if p is getattr(head, "weight", None) and feeds(name)]:
+        feed(name, _gram(reading, head))
+    projections: dict[str, Projection] = {}
+    for p in find_projections(reading.decoder):
+        name = f"{p.module}.{p.parameter}"
+        if feeds(name) and not (p.stack or p.transposed):
+            projections.setdefault(name, p)  # the parts of a fused matrix read one input
+    if projections:
+        stream(rounded, reading.batch, list(projections.values()), "gram", change)
+    return found
+
+
+def _gram(reading: Reading, head: Any) -> torch.Tensor:
+    """`Σ_t x_t x_tᵀ` of what `head` is given, float64."""
+    width = head.weight.shape[1]
+    gram = torch.zeros(width, width, dtype=torch.float64, device=head.weight.device)
+
+    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0].flatten(0, -2).double()
+        gram.addmm_(x.T, x)
+
+    def run(number: int, ids: torch.Tensor) -> None:
+        reading.model(ids, use_cache=False)
+
+    with hooked(before=[(head, add)]):
+        dealt(reading, 1, run, "states")
+    summed(reading.model, gram)
+    return gram
