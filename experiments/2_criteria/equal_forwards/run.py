@@ -257,7 +257,9 @@ def _longer(result: EqualForwards) -> list[tuple[object, ...]]:
             other, loss = earlier.of("best", len(each.attentions)), float(each.windows.mean())
             share = loss / float(other.windows.mean()) - 1
             own = (result.name, each.forwards, runs(each.attentions), loss)
-            rows.append((*own, other.forwards, runs(other.removed), float(other.windows.mean()), percent(share)))
+            rows.append(
+                (*own, other.forwards, runs(other.removed), float(other.windows.mean()), percent(round(share, 4) + 0.0))
+            )
     return rows
 
 
