@@ -49,10 +49,10 @@ def best_removal(
     Half of the windows of `batch` are check windows, which no score sees. The cheap criteria are measured on the
     beginnings of the others (`candidates`; a beginning is one `PART`-th of a window). Every set that one of them
     proposes is compared by its mean loss on the beginnings of the check windows. From the best set there single layers
-    are swapped, the most promising swap first, for half of the remaining budget or until no swap is left; two checks
-    remain to be paid. With the rest the sets are checked on all tokens of the check windows, in the order of their
-    losses on the beginnings, and the one of least loss is chosen. A set that no checkpoint of the family can lose is
-    not compared (`pruning.surgery.refusal`). Without `search` the budget is `search_budget`.
+    are swapped, the most promising swap first, for half of the remaining budget or until no swap is left. With the rest
+    the sets are checked on all tokens of the check windows, in the order of their losses on the beginnings, and the one
+    of least loss is chosen. A set that no checkpoint of the family can lose is not compared
+    (`pruning.surgery.refusal`). Without `search` the budget is `search_budget`.
 
     With `mend`, for a removal whose gaps will be mended, half of the budget goes to this search. With the rest, the
     sets of least loss are mended on the scored windows and compared with their gaps mended and open, on the check
@@ -62,7 +62,7 @@ def best_removal(
     compared with open gaps. `fit` makes the maps; a `fit` that keeps them spares a second fit of the chosen set.
 
     One forward is a forward of the dense model over the check windows, counted in multiplications; a check starts at
-    the first removed layer (`Sweep`). A measurement is left out if it would cost more than half of the remaining
+    the first removed layer (`Sweep`). A measurement is left out if it would cost more than a quarter of the remaining
     budget or refuses the model. What an earlier search of another number of layers measured on the reading `batch` is
     not measured again; it costs the same, so that the search finds what it would find alone. `protect` lists layers
     that stay, counted from the end if negative. Finished checks are kept in `folder` and not repeated.

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
 import numpy as np
-import torch
 
-from lyapunov_prune.forward.dealing import dealt
-from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Reading
-from lyapunov_prune.forward.states import changed_finals, predicting
-from lyapunov_prune.linalg import widen
 from lyapunov_prune.mending.mend import TRIALS
 from lyapunov_prune.predictions.divergence import skip_divergence
 from lyapunov_prune.profiles.contraction_profile import Pooling
+from lyapunov_prune.profiles.influence import turns_of
 from lyapunov_prune.profiles.profile import profile_layers
 from lyapunov_prune.progress import track
 from lyapunov_prune.ranking.criterion import Scored
 from lyapunov_prune.ranking.table import CRITERIA
-from lyapunov_prune.sensitivity.changes import badness
-from lyapunov_prune.sensitivity.sweep import Job, Sweep
 
 Layers = tuple[int, ...]
 _SEEDS = (0, 1)
 _RUNS = (2, 3)
-_FEW = 4  # one window in so many is read for sets that grow
-_GROWN = ("grown", "grown, second")
 _RIDGE = 0.3
 _TINY = 1e-9  # least distance: that of a layer which does nothing is zero, or rounding
 _LITTLE = 1e-3  # nats; smaller differences of the loss are not told apart
@@ -102,45 +93,15 @@ def _by_profile(reading: Reading, remove: int, free: Layers, batch_size: int) ->
     return sets
 
 
-def _by_growth(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
-    """The sets that grow from none by the layer without which the final state turns least, beside those that are gone.
-
-    The turn chooses all layers but the last, since it is told apart on few tokens and needs no head. The loss chooses
-    the last one, in the order of `_GROWN`: it is what counts.
-    """
-    some = range(_FEW - 1, len(reading.batch), _FEW)
-    few = reading.once("few", lambda: replace(reading, batch=reading.batch.take(some)))
-    grown = few.once(("grown", free), list[int])
-    for _ in track(range(len(grown), remove - 1), "layers that turn the final state least"):
-        left = tuple(layer for layer in free if layer not in grown)
-        grown += least(_final_turns(few, grown, left, batch_size), 1, left)
-    gone = grown[: remove - 1]
-    sets = [tuple(sorted((*gone, layer))) for layer in free if layer not in gone]
-    with Sweep(few.decoder, few, batch_size=batch_size) as sweep:
-        outcomes = sweep.run([Job(str(layers), layers[0], remove=layers) for layers in sets], "the last layer to go")
-    order = sorted(sets, key=lambda layers: badness(float(outcomes[str(layers)].windows.mean())))
-    return dict(zip(_GROWN, order, strict=False))
-
-
-def _final_turns(reading: Reading, gone: Sequence[int], left: Sequence[int], batch_size: int) -> np.ndarray:
-    """`1 − cos` of the dense final states and those without `gone` and each of `left`, summed over the positions."""
-    changes = [(layer, partial(reading.prefix.without, (layer,))) for layer in left]
-
-    @torch.no_grad()
-    def turns(first: int, ids: torch.Tensor) -> np.ndarray:
-        dense = widen(predicting(final_state(reading.structure, ids)))
-        with reading.prefix.without(gone):
-            finals = changed_finals(reading, ids, changes)[1]
-        return np.array([float((1 - torch.cosine_similarity(dense, widen(final), dim=-1)).sum()) for final in finals])
-
-    return np.sum(dealt(reading, batch_size, turns, ""), axis=0)
-
-
-def _growth_cost(cost: SearchCost, remove: int) -> float:
-    """For each layer but the last a dense pass, one without those gone, and one from each layer that is left on."""
-    left = cost.number - np.arange(remove - 1)
-    grown = cost.layers * float((1 + left * (left + 1) / 2 / cost.number).sum())
-    return (grown + 1 + (cost.number - remove + 1) * cost.without(range(remove), 0)) / _FEW
+def _by_anew(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
+    """The set by Block Influence of the pruned model, measured again after every removed layer."""
+    removed = reading.once(("bi anew", free), list[int])
+    for _ in track(range(len(removed), remove), "block influence, after every layer anew"):
+        left = tuple(layer for layer in free if layer not in removed)
+        with reading.prefix.without(removed):
+            influence = turns_of(reading, batch_size)[list(left), 0].mean(-1)
+        removed += least(influence, 1, left)
+    return {"bi anew": tuple(sorted(removed[:remove]))}
 
 
 def _by_divergence(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
@@ -150,8 +111,8 @@ def _by_divergence(reading: Reading, remove: int, free: Layers, batch_size: int)
 
 # In the order in which they are measured.
 SOURCES: dict[str, Source] = {
-    "grown": Source(_growth_cost, _by_growth),
     "rho": Source(lambda cost, remove: cost.layers * (2 + len(_SEEDS)), _by_profile),
+    "bi anew": Source(lambda cost, remove: cost.layers * remove * (1 - (remove - 1) / 2 / cost.number), _by_anew),
     "kl": Source(lambda cost, remove: (cost.number + 1) * (cost.layers / 2 + cost.head), _by_divergence),
 }
 

@@ -22,9 +22,8 @@ from lyapunov_prune.sensitivity.changes import badness
 from lyapunov_prune.sensitivity.sweep import DENSE, Job, Sweep
 
 _FINALS = 4  # how many sets are mended at most
-PART = 8  # the beginnings are this part of each check window
+PART = 4  # the beginnings are this part of each check window
 _LOOKS = 0.5  # share of the forwards that are left once the criteria are measured, for swaps on the beginnings
-_CHECKS = 2  # sets whose checks the swaps leave forwards for, since the beginnings alone would choose among many
 Fit = Callable[..., tuple[tuple[Mend, ...], MendReport]]  # the signature of `fit_mends`
 
 
@@ -80,14 +79,14 @@ class Search:
         self._look({layers: (", ".join(proposed[layers]), False) for layers in chosen})
 
     def propose(self, batch_size: int, begin_phase: Callable[[], None]) -> None:
-        """Look at the sets of every source that half of the remaining budget pays; the others are `left_out`.
+        """Look at the sets of every source that a quarter of the remaining budget pays; the others are `left_out`.
 
         Raises NonFiniteError of a measurement; a source that refuses the model is left out.
         """
         for name, source in SOURCES.items():
             begin_phase()
             price = self.cost.scoring / PART * source.cost(self.cost, self.remove)
-            if price > (self._looks - self.spent) / 2:
+            if price > (self._looks - self.spent) / 4:
                 self.left_out.append(name)
                 continue
             key = f"{name}, {self.remove} of {','.join(map(str, self.free))}"
@@ -107,8 +106,7 @@ class Search:
 
         These are checked on all tokens, in their order on the beginnings, as far as the budget goes.
         """
-        checks = _CHECKS * self._price(self._nearest()[0])
-        limit = min(self.spent + _LOOKS * (self.budget - self.spent), self._looks, self.budget - checks)
+        limit = min(self.spent + _LOOKS * (self.budget - self.spent), self._looks)
         while np.isfinite(self._looked[current := self._nearest()[0]]):
             promising = next(filter(self._removable, swaps(current, self.free, self._looked, distance)), None)
             if promising is None or not self._affordable([promising], limit, PART):

@@ -59,7 +59,7 @@ class BestRemoval(Ranking):
     It has the least mean loss on the check windows. Sets that were worse on the beginnings of these windows are not
     kept. `dense` is the dense loss of every check window. Scores were measured on the beginnings of `measured_on`,
     losses on `checked_on`, which are other windows of the same text. `left_out` names the measurements that would have
-    cost more than half of the remaining `search` forwards or that refuse the model.
+    cost more than a quarter of the remaining `search` forwards or that refuse the model.
 
     If the gaps are to be mended, `finals` holds the best sets, judged with their gaps open and mended on a second text,
     `other_on`, too. A set counts as mended if that pays (`mending.report.pays`), and the chosen set has the least loss,

@@ -73,8 +73,10 @@ def measured(folder: Path) -> dict[str, Callable[[], Any]]:
         return named({name: torch.cat(calls) for name, calls in token_weights(reading, projections).items()})
 
     def fed() -> dict[str, Any]:
-        small, wide = make_tiny("llama"), {name: p for name, p in model.named_parameters() if p.ndim == 2}
-        fed_forward(reading, BLOCKS, {n: How(Kind.Q4_0, np.ones(p.shape[1])) for n, p in wide.items()}, small)
+        large, small = (make_tiny("llama", intermediate_size=64) for _ in range(2))  # two blocks in a row of Q4_0
+        types = {n: How(Kind.Q4_0, np.ones(64)) for n, p in large.named_parameters() if p.shape[1:] == (64,)}
+        assert types
+        fed_forward(read(wrap(large), ids), BLOCKS, types, small)
         return named(small.state_dict())
 
     def streamed() -> dict[str, Any]:

@@ -247,8 +247,7 @@ def test_forwards_are_those_that_were_run(many: torch.Tensor, monkeypatch: pytes
     run = Sweep.run
 
     def noted(self: Sweep, some: Any, description: str = "") -> Any:
-        if len(self.reading.batch) == len(CHECKED):
-            jobs.update((job.key, job) for job in some)
+        jobs.update((job.key, job) for job in some)
         return run(self, some, description)
 
     monkeypatch.setattr(Sweep, "run", noted)
@@ -262,10 +261,8 @@ def test_forwards_are_those_that_were_run(many: torch.Tensor, monkeypatch: pytes
         after = LAYERS - job.first - len(job.remove)
         swept += after / LAYERS
         spent += (share * after / LAYERS + (1 - share)) * (job.tokens or context) / context
-    cost, sources = candidates.SearchCost(share, LAYERS, 1.0), candidates.SOURCES.items()
-    measured = [source.cost(cost, REMOVE) for name, source in sources if name not in found.left_out]
-    assert (found.forwards - spent) * PART == pytest.approx(sum(measured))
-    assert "grown" not in found.left_out
+    measured = (found.forwards - spent) * PART  # rho, and whatever else was not left out
+    assert measured == pytest.approx(share * 4 + ("bi anew" not in found.left_out) * share * (2 - 1 / LAYERS))
     assert {len(job.remove) for job in jobs.values() if job.tokens} == {0, REMOVE}
     calls = computed(model)
     with Sweep(model, many[CHECKED]) as sweep:
@@ -283,12 +280,11 @@ def test_only_the_best_on_the_beginnings_are_checked(many: torch.Tensor, monkeyp
 
     def noted(self: Sweep, some: Any, description: str = "") -> Any:
         found = run(self, some, description)
-        if len(self.reading.batch) == len(CHECKED):
-            looked.update((job.remove, found[job.key].windows) for job in some if job.tokens and job.remove)
+        looked.update((job.remove, found[job.key].windows) for job in some if job.tokens and job.remove)
         return found
 
     monkeypatch.setattr(Sweep, "run", noted)
-    found = best_removal(model, many, REMOVE, search=5)
+    found = best_removal(model, many, REMOVE, search=7)
     assert len(found.tried) < len(looked)
     order = sorted(looked, key=lambda layers: looked[layers].mean())
     assert [tried.layers for tried in found.tried] == order[: len(found.tried)]
@@ -298,12 +294,12 @@ def test_only_the_best_on_the_beginnings_are_checked(many: torch.Tensor, monkeyp
         np.testing.assert_allclose(looked[layers], lp.perplexity(small, beginnings).windows, rtol=1e-5)
 
 
-@pytest.mark.parametrize("search", [2.5, 7, 11.5, 30])
+@pytest.mark.parametrize("search", [4, 7, 11.5, 30])
 def test_no_more_is_spent_than_was_allowed(search: float, many: torch.Tensor, llama: PreTrainedModel) -> None:
     found = best_removal(llama, many, REMOVE, search=search)
     assert found.forwards <= search
     assert all(a.forwards < b.forwards for a, b in zip(found.tried, found.tried[1:], strict=False))
-    assert ("kl" in found.left_out) == (search < 3)
+    assert ("kl" in found.left_out) == (search < 10)
 
 
 def test_searches_of_one_reading_measure_once_and_find_what_each_finds_alone(
@@ -323,12 +319,12 @@ def test_searches_of_one_reading_measure_once_and_find_what_each_finds_alone(
         monkeypatch.setattr(where, name, count)
 
     counted(module, "angular_distance")
-    for name in ("profile_layers", "skip_divergence", "_final_turns"):
+    for name in ("profile_layers", "skip_divergence", "turns_of"):
         counted(candidates, name)
     reading = read(wrap(model), many)
     together = [best_removal(model, reading, count, search=40) for count in (1, 3, 2)]
     assert [found.to_json() for found in together] == [found.to_json() for found in alone]
-    assert calls == {"angular_distance": 1, "profile_layers": 1, "skip_divergence": 1, "_final_turns": 2}
+    assert calls == {"angular_distance": 1, "profile_layers": 1, "skip_divergence": 1, "turns_of": 3}
     assert not any("kl" in found.left_out for found in together)
 
 
@@ -340,22 +336,19 @@ def test_finished_checks_are_not_repeated(many: torch.Tensor, tmp_path: Path, mo
         pass
 
     measure = module.Sweep._measure
-    seen: list[tuple[int, str]] = []
-    again: list[tuple[int, str]] = []
-
-    def noted(self: Any, job: Any, where: list[tuple[int, str]]) -> Any:
-        where.append((len(self.reading.batch), job.key))
-        return measure(self, job)
+    seen: list[str] = []
 
     def die(self: Any, job: Any) -> Any:
-        if len(seen) == 3:
+        if len(seen) == 4:
             raise Killed
-        return noted(self, job, seen)
+        seen.append(job.key)
+        return measure(self, job)
 
     monkeypatch.setattr(module.Sweep, "_measure", die)
     with pytest.raises(Killed):
         best_removal(model, many, REMOVE, search=30, folder=tmp_path)
-    monkeypatch.setattr(module.Sweep, "_measure", lambda self, job: noted(self, job, again))
+    again: list[str] = []
+    monkeypatch.setattr(module.Sweep, "_measure", lambda self, job: again.append(job.key) or measure(self, job))
     monkeypatch.setattr(module, "angular_distance", pytest.fail)
     found = best_removal(model, many, REMOVE, search=30, folder=tmp_path)
     assert not {*seen} & {*again}
