@@ -19,6 +19,7 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
+from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import Model, Unseen, plain, read_text, run
@@ -71,7 +72,7 @@ def main(
 
 
 @torch.no_grad()
-def nll(model: torch.nn.Module, scored: lp.TokenBatch) -> np.ndarray:
+def nll(model: PreTrainedModel, scored: lp.TokenBatch) -> np.ndarray:
     """The mean loss of each window."""
     scorer = read(lp.wrap(model), scored).scorer
     return np.array([scorer(ids)[0][0] for ids in scored.ids.to(model.device).split(1)])

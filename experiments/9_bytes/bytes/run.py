@@ -141,7 +141,7 @@ def write_source(dense: Decoder, calibration: lp.TokenBatch, peer: Path) -> None
     squares = mean_squares(dense, calibration)
     named = {str(names.get_name(own, try_suffixes=(".weight",))): values for own, values in squares.items()}
     np.savez(peer / "imatrix.npz", allow_pickle=False, **named)
-    pieces = [piece for piece, _ in stored_tensors(dense.model, family, "f32", {})]
+    pieces = [piece for piece, _ in stored_tensors(dense, family, "f32", {})]
     values = header_values(dense, dense.tokenizer, "f32")
     write_pieces(peer / "float32.gguf", values, pieces, gguf.GGUF_DEFAULT_ALIGNMENT)
 
