@@ -32,12 +32,11 @@ from experiments.statements import bullets, quotient, short, table
 from lyapunov_prune.budget.cost import TensorCost
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.budget.spend import chosen_types
-from lyapunov_prune.export.gguf_whole import header_values
+from lyapunov_prune.export.gguf_whole import header_values, rounded_pieces
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.gguf_copy import write_pieces
 from lyapunov_prune.models.gguf_metadata import gguf_family
-from lyapunov_prune.models.gguf_tensors import stored_tensors
 from lyapunov_prune.predictions.divergence import SkipDivergence
 from lyapunov_prune.report.drawing import COLOURS, grid, log_axis, svg, with_intervals
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -135,13 +134,13 @@ def judge_of(dense: Decoder, batch: lp.TokenBatch, folder: Path, known: Costs, o
 
 def write_source(dense: Decoder, calibration: lp.TokenBatch, peer: Path) -> None:
     """The model as a GGUF file of float32, and the mean squared inputs by the names of that file."""
-    family, config = gguf_family(dense.structure.config), dense.structure.config
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
+    config = dense.structure.config
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == gguf_family(config).architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     squares = mean_squares(dense, calibration)
     named = {str(names.get_name(own, try_suffixes=(".weight",))): values for own, values in squares.items()}
     np.savez(peer / "imatrix.npz", allow_pickle=False, **named)
-    pieces = [piece for piece, _ in stored_tensors(dense, family, "f32", {})]
+    _, pieces, _ = rounded_pieces(dense, "f32")
     values = header_values(dense, dense.tokenizer, "f32")
     write_pieces(peer / "float32.gguf", values, pieces, gguf.GGUF_DEFAULT_ALIGNMENT)
 
