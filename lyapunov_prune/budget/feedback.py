@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.second_order import inverse_factor
 from lyapunov_prune.forward.dealing import dealt, summed
+from lyapunov_prune.forward.hooks import Enough
 from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.hooked import hooked
@@ -109,16 +111,18 @@ def fed_forward(reading: Reading, storage: Storage, chosen: Chosen, rounded: Pre
 
 
 def _gram(reading: Reading, head: Any) -> torch.Tensor:
-    """`Σ_t x_t x_tᵀ` of what `head` is given, float64."""
+    """`Σ_t x_t x_tᵀ` of what `head` is given, float64; a forward ends there, without logits."""
     width = head.weight.shape[1]
     gram = torch.zeros(width, width, dtype=torch.float64, device=head.weight.device)
 
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0].flatten(0, -2).double()
         gram.addmm_(x.T, x)
+        raise Enough
 
     def run(number: int, ids: torch.Tensor) -> None:
-        reading.model(ids, use_cache=False)
+        with suppress(Enough):
+            reading.model(ids, use_cache=False)
 
     with hooked(before=[(head, add)]):
         dealt(reading, 1, run, "states")
