@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -86,7 +86,8 @@ def spend(
         require_disjoint(one, other)
     weights = sum(p.numel() for p in matrices_of(model.model).values())
     judged, decides = read(model, judge), read(model, check)
-    make = partial(_made, storage, tokenizer, output, decides)
+    write = partial(_made, storage, tokenizer, output, decides)
+    make = partial(_cheapest, write)
     tried = None
     if size is None:
         found = list(cost_of(reading, bits=_TRIED[-1]))
@@ -107,7 +108,7 @@ def spend(
             made = min(made, make(measured, room), key=lambda each: each.kl.mean())
     fed = None
     if model.stream is None:
-        made, fed = _fed(storage, tokenizer, output, reading, decides, made, seed)
+        made, fed = _fed(write, storage, reading, made, seed)
     kl, loss = kl_by_window(judged, read(made.rounded.decoder, judge))
     saw = reading.measured_on(seed), decides.measured_on()
     worth = Worth(None, ratio_of(loss), f"{judge.text} ({judge.split})", judge.tokens)
@@ -175,23 +176,21 @@ def _made(
     output: str | Path,
     judged: Reading,
     found: list[TensorCost],
-    room: int,
+    pick: np.ndarray,
+    chosen: Chosen,
 ) -> _Made:
-    """The model with the types of least cost within `room` bytes."""
-    pick = chosen_types(found, room)
-    chosen = {t.name: How(t.kinds[k], t.importance) for t, k in zip(found, pick, strict=True)}
     rounded = storage.made(judged.decoder, tokenizer, output, chosen)
     return _Made(found, pick, chosen, rounded, *kl_by_window(judged, read(rounded.decoder, judged.batch)))
 
 
+def _cheapest(write: Callable[..., _Made], found: list[TensorCost], room: int) -> _Made:
+    """The model with the types of least cost within `room` bytes."""
+    pick = chosen_types(found, room)
+    return write(found, pick, {t.name: How(t.kinds[k], t.importance) for t, k in zip(found, pick, strict=True)})
+
+
 def _fed(
-    storage: Storage,
-    tokenizer: PreTrainedTokenizerBase | None,
-    output: str | Path,
-    reading: Reading,
-    judged: Reading,
-    made: _Made,
-    seed: int,
+    write: Callable[..., _Made], storage: Storage, reading: Reading, made: _Made, seed: int
 ) -> tuple[_Made, float | None]:
     """`made`, or the same types with feedback if its KL is smaller, and the KL with feedback over that without."""
     before = float(made.kl.mean())
@@ -202,10 +201,8 @@ def _fed(
         return made, None
     if before == 0 or all(how.given is None for how in chosen.values()):
         return made, None
-    rounded = storage.made(judged.decoder, tokenizer, output, chosen)
-    kl, loss = kl_by_window(judged, read(rounded.decoder, judged.batch))
-    fed = replace(made, chosen=chosen, rounded=rounded, kl=kl, loss=loss)
-    return min(made, fed, key=lambda each: each.kl.mean()), float(kl.mean()) / before
+    fed = write(made.found, made.pick, chosen)
+    return min(made, fed, key=lambda each: each.kl.mean()), float(fed.kl.mean()) / before
 
 
 def _tried(
