@@ -46,7 +46,6 @@ LONGER = importlib.import_module("experiments.2_criteria.best.run")
 BEST = "`best`"
 FEW = 16  # tokens that a step reads at least
 LONG = ("model, text", "forwards", "removed", "loss, nats", "forwards then", "removed then", "loss then", "change")
-BEGINNING = 4  # of a window a greedy search reads at most this part
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,8 +194,8 @@ def step_cost(free: Sequence[Unit], gone: Sequence[Block], head: float) -> float
 
 
 def beginnings(batch: TokenBatch, tokens: int) -> torch.Tensor:
-    """About so many tokens: the beginnings of as few windows as hold them."""
-    tokens, most = max(FEW, tokens), batch.ids.shape[1] // BEGINNING
+    """About so many tokens: the beginnings of as few windows as hold them, each as `best` reads it at most."""
+    tokens, most = max(FEW, tokens), batch.ids.shape[1] // PART
     windows = min(len(batch.ids), math.ceil(tokens / most))
     return batch.ids[:windows, : min(most, tokens // windows)]
 

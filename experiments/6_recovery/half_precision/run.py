@@ -30,6 +30,7 @@ from lyapunov_prune.healing.distillation import Distillation, update_sizes
 from lyapunov_prune.healing.heal import RATE
 from lyapunov_prune.healing.rounds import schedule
 from lyapunov_prune.healing.trained import drawn_order, trained
+from lyapunov_prune.mending.judge import losses as window_losses
 from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.files import write_whole
 
@@ -74,8 +75,7 @@ def main(
 @torch.no_grad()
 def nll(model: PreTrainedModel, scored: lp.TokenBatch) -> np.ndarray:
     """The mean loss of each window."""
-    scorer = read(lp.wrap(model), scored).scorer
-    return np.array([scorer(ids)[0][0] for ids in scored.ids.to(model.device).split(1)])
+    return window_losses(read(lp.wrap(model), scored), ())
 
 
 def written() -> dict[str, str]:
