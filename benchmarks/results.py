@@ -84,10 +84,20 @@ class Benchmark:
 
 def save_row(row: Row, on: str) -> None:
     """Keep a row in whole.json, in place of one of the same model and job; `on` says what it was measured on."""
-    kept = _kept()
-    rows = {old["what"]: old for old in kept.get(row.model, {}).get("rows", [])} | {row.what: asdict(row)}
-    kept[row.model] = {"machine": machine(), "versions": versions(), "on": on, "rows": list(rows.values())}
+    rows = rows_of(row.model, on) | {row.what: row}
+    kept = _kept() | {row.model: {**_about(on), "rows": [asdict(each) for each in rows.values()]}}
     write_whole(HERE / "whole.json", json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+
+
+def rows_of(model: str, on: str) -> dict[str, Row]:
+    """The rows of a model in whole.json by job, if they were measured on the same, by the same versions and machine."""
+    kept, about = _kept().get(model, {}), _about(on)
+    same = about == {key: kept.get(key) for key in about}
+    return {row["what"]: Row(**row) for row in kept["rows"]} if same else {}
+
+
+def _about(on: str) -> dict[str, Any]:
+    return {"machine": machine(), "versions": versions(), "on": on}
 
 
 def _kept() -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """What a user waits for: whole commands beside the arithmetic of their forwards, and beside other tools' removals.
 
     python benchmarks/whole.py --text A.txt --report B.txt [--model MODEL ...] [--peers PYTHON]
-        [--llm-drop FOLDER PYTHON]
+        [--llm-drop FOLDER PYTHON] [--only WORD ...]
 
 Every command and every tool is a process of its own on one folder in float32, and its time is that of the processor,
 imports and loading among it. A command's matrix products are counted while it runs (those of a backward too) and held
 against plain forwards, run before and after it. A quarter of the layers goes; A chooses, B tells the perplexity. The
-first PYTHON has optipfair and mergekit. Each row goes into whole.json beside this file once it is measured.
+first PYTHON has optipfair and mergekit. Each row goes into whole.json beside this file once it is measured. One that is
+there is not measured again.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results import Row, save_row
+from results import Row, rows_of, save_row
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import lyapunov_prune as lp
+from lyapunov_prune.cli.options import layer_indices
 from lyapunov_prune.pruning.provenance import made_by
 from lyapunov_prune.results.wording import ranges, runs
 
 TOKENS, CONTEXT, SHARE = 2048, 256, 0.25
-# What each command reads; shrink asks for as much at least.
-READ, EXPLAINED, SHRUNK = (f"--tokens {tokens} --context {CONTEXT}".split() for tokens in (TOKENS, CONTEXT, 8192))
+# What each command reads; `shrink` takes its defaults: texts that the model writes, or the built-in one.
+READ, EXPLAINED = (f"--tokens {tokens} --context {CONTEXT}".split() for tokens in (TOKENS, CONTEXT))
+SIZE = "5bpw"
 SEARCH, PLAIN = 5, 2  # forwards of prune, windows of a plain forward
 
 OPTIPFAIR = """
@@ -108,12 +111,14 @@ class Model:
 
     def __init__(self, source: str, place: Path, text: str, report: str) -> None:
         self.loaded = lp.load(source, dtype="float32")
-        self.name, self.place, self.text, self.dense = Path(source).stem, place, text, place / "dense"
+        self.name, self.place, self.text, self.dense = Path(source).stem, place, Path(text).resolve(), place / "dense"
         self.loaded.model.save_pretrained(self.dense)
         self.loaded.tokenizer.save_pretrained(self.dense)
         self.remove = int(SHARE * self.loaded.structure.num_layers)
         self.chosen_on = lp.load_text(text, self.loaded.tokenizer, tokens=TOKENS, context=CONTEXT)
         self.judged_on = lp.load_text(report, self.loaded.tokenizer, tokens=TOKENS, context=CONTEXT, split="all")
+        batches = [replace(b, text=Path(b.text).name) for b in (self.judged_on, self.chosen_on)]
+        self.on = "; chosen on ".join(b.measured_on(self.loaded.model).line() for b in batches)
         self.perplexity = lp.perplexity(self.loaded.model, self.judged_on)
         with Counted() as counted:
             self.plain()
@@ -127,56 +132,64 @@ class Model:
             self.loaded.model(row[None], use_cache=False)
         return time.process_time() - start
 
-    def row(self, what: str, run: Callable[[], Ran]) -> None:
-        """What `run` takes beside plain forwards in turn, and the perplexity without the layers that it removed.
+    def row(self, what: str, run: Callable[[], Ran]) -> Row:
+        """What `run` takes beside plain forwards in turn, and the perplexity of the model that it wrote.
 
-        Of a tool that fails the row has what it said last.
+        Of a tool that fails the row has what it said last. One that is there already is taken as it is.
         """
+        row = rows_of(self.name, self.on).get(what) or self.measured(what, run)
+        print(row, flush=True)
+        save_row(row, self.on)
+        return row
+
+    def measured(self, what: str, run: Callable[[], Ran]) -> Row:
         before = self.plain()
         try:
             ran = run()
         except subprocess.CalledProcessError as failed:
-            self.keep(Row(self.name, what, said=failed.stderr.strip().splitlines()[-1]))
-            return
+            return Row(self.name, what, said=failed.stderr.strip().splitlines()[-1])
         forward, ratio = (before + self.plain()) / 2, None
-        if ran.gone:
+        if ran.gone or ran.out:
             changed = lp.load(str(ran.out)).model if ran.out else lp.remove_layers(self.loaded.model, ran.gone)
             ratio = lp.perplexity(changed, self.judged_on).ratio_to(self.perplexity)
         counted = ran.flops and ran.flops / self.flops
-        self.keep(Row(self.name, what, ran.seconds, forward, counted, ranges(ran.gone, " to "), ratio))
+        return Row(self.name, what, ran.seconds, forward, counted, ranges(ran.gone, " to "), ratio)
 
     def others(self, kept: Sequence[int]) -> tuple[int, ...]:
         return tuple(k for k in range(self.loaded.structure.num_layers) if k not in kept)
 
-    def keep(self, row: Row) -> None:
-        print(row, flush=True)
-        batches = [replace(b, text=Path(b.text).name) for b in (self.judged_on, self.chosen_on)]
-        save_row(row, "; chosen on ".join(b.measured_on(self.loaded.model).line() for b in batches))
-
     def own(self, words: Sequence[str | Path], out: Path | None = None) -> Ran:
-        """A command of the program; `out` is the model that it writes."""
+        """A command of the program, without the kept work of an earlier one; `out` is the model that it writes."""
         told = self.place / "told.json"
         written: list[str | Path] = [] if out is None else ["-o", out]
-        called([sys.executable, __file__, "command", told, *words, *written, "--quiet"])
+        called([sys.executable, __file__, "command", told, *words, *written, "--quiet"], self.place)
         found = json.loads(told.read_text(encoding="utf-8"))
         made = made_by(str(out)) if out else None
         return Ran(found["seconds"], found["flops"], made.plan.remove if made else (), out)
 
-    def commands(self) -> None:
-        pruned, again, shrunk = (self.place / name for name in ("pruned", "again", "shrunk"))
-        on, remove = ["--text", self.text], ["--remove", str(self.remove)]
-        asked: list[tuple[str, list[str | Path], Path | None]] = [
-            ("profile --seeds 1", ["profile", self.dense, *on, *READ, "--seeds", "1"], None),
-            (f"prune --search {SEARCH}", ["prune", self.dense, *on, *READ, *remove, "--search", str(SEARCH)], pruned),
-            ("explain, of that", ["explain", self.dense, pruned, *on, *EXPLAINED], None),
-            ("shrink", ["shrink", self.dense, *on, *SHRUNK, *remove], shrunk),
-        ]
-        for what, words, out in asked:
-            self.row(f"`{what}`", partial(self.own, words, out))
-        made = made_by(str(pruned))
-        assert made
-        self.kept, gone = made.kept_to_original, ",".join(map(str, made.plan.remove))
-        self.row("`prune --layers`, the same", partial(self.own, ["prune", self.dense, "--layers", gone], again))
+    def commands(self, only: Sequence[str]) -> None:
+        """The rows of the program whose names have one of the words `only`, and those that they need."""
+        on: list[str | Path] = ["--text", self.text]
+        remove = ["--remove", str(self.remove)]
+        found = self.place / "again"
+
+        def row(what: str, *words: str | Path, out: str = "") -> Row | None:
+            wanted = not only or any(word in what for word in only)
+            return self.row(what, partial(self.own, words, self.place / out if out else None)) if wanted else None
+
+        row("`profile --seeds 1`", "profile", self.dense, *on, *READ, "--seeds", "1")
+        search = ["--search", str(SEARCH)]
+        searched = row(f"`prune --search {SEARCH}`", "prune", self.dense, *on, *READ, *remove, *search, out="pruned")
+        row(f"`shrink --size {SIZE}`", "shrink", self.dense, "--size", SIZE, out="sized.gguf")
+        if searched is not None:
+            gone = layer_indices("removed", searched.removed.replace(" to ", "-"))
+            self.kept = self.others(gone)
+            known: list[str | Path] = ["prune", self.dense, "--layers", ",".join(map(str, gone))]
+            self.row("`prune --layers`, the same", partial(self.own, known, found))
+            if not found.exists():  # its row was there
+                self.own(known, found)
+            self.row("`explain`, of that", partial(self.own, ["explain", self.dense, found, *on, *EXPLAINED]))
+        row(f"`shrink --remove {SHARE:.0%}`", "shrink", self.dense, *remove, out="shrunk")
 
     def optipfair(self, python: Path) -> Ran:
         """The layers of least importance by its own measurement, removed and written by it."""
@@ -229,12 +242,13 @@ def main() -> None:
     parser.add_argument("--text", required=True, help="Chooses.")
     parser.add_argument("--report", required=True, help="Judges.")
     parser.add_argument("--peers", type=Path, help="A python that has optipfair and mergekit.")
+    parser.add_argument("--only", action="append", default=[], help="The commands that have this word; default: all.")
     parser.add_argument("--llm-drop", nargs=2, type=Path, help="A checkout, and a python that has what it needs.")
     asked = parser.parse_args()
     for source in asked.model or ["smollm2-135m"]:
         with tempfile.TemporaryDirectory(prefix="lyapunov-prune-bench-") as place:
             model = Model(source, Path(place), asked.text, asked.report)
-            model.commands()
+            model.commands(asked.only)
             if asked.peers:
                 model.row("optipfair, its cosine importance", partial(model.optipfair, asked.peers))
                 model.row("mergekit, the layers of `prune`", partial(model.mergekit, asked.peers))

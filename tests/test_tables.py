@@ -189,6 +189,8 @@ def test_a_row_of_a_whole_command_replaces_its_earlier_one_and_a_tool_that_canno
         results.Row("m", "c", 30.0, 2.0, None, "3 to 5", (1.25, 1.2, 1.3)),
     ):
         results.save_row(row, "a text")
+    assert results.rows_of("m", "a text")["c"].removed == "3 to 5"
+    assert not results.rows_of("m", "another text")
     assert results.written()["whole"].splitlines()[2:] == [
         "| m | a | 30 s | 20 s | 1.50 | 3 to 5 | 1.25 (1.2–1.3) |",
         "| m | b | cannot: it cannot | — | — | — | — |",
