@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.budget.storage import Chosen, RoundedModel, Storage
@@ -21,15 +21,15 @@ from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.compression.grids import Grid, fitted, gridded
 from lyapunov_prune.errors import require_extra
 from lyapunov_prune.export.packed import LOADING, Packing, Scheme, packed_folder, require_packable
-from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
+from lyapunov_prune.export.streamed import packed_on_disk
+from lyapunov_prune.forward.logits import TOKENS, sample_inputs, uncached_logits
 from lyapunov_prune.models.decoder import Decoder, wrap_any
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.hooked import calls_noted
 from lyapunov_prune.models.readers.compressed_tensors import PACKER
-from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import in_eval_mode, model_name
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.files import require_disk
+from lyapunov_prune.results.files import require_disk, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_with
 from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.worth import Worth
@@ -52,11 +52,7 @@ class Schemes(Storage):
     """
 
     def __init__(self, decoder: Decoder) -> None:
-        """Raises LyapunovPruneError without the library, and for a model that cannot be packed (`require_packable`).
-
-        Also for a streamed one.
-        """
-        require_not_streamed(decoder.model)
+        """Raises LyapunovPruneError without the library, and for a model that cannot be packed (`require_packable`)."""
         require_extra(*PACKER)
         modules = list(dict.fromkeys(p.module for p in require_packable(decoder.model, None)))
         self._packed = {f"{module}.weight" for module in modules}
@@ -65,7 +61,8 @@ class Schemes(Storage):
         self.together = reading_alike(decoder, modules)
 
     def kinds_for(self, matrix: str, columns: int, bits: float = 0.0) -> Sequence[Scheme]:
-        fitting = [kind for kind in SCHEMES if columns % (kind.group_size or 1) == 0]
+        """vLLM reads rows of whole words of 32 bits."""
+        fitting = [k for k in SCHEMES if columns % (k.group_size or 1) == 0 and columns * k.bits % 32 == 0]
         return [*fitting, DENSE] if matrix in self._packed else [DENSE]
 
     def alike(self, bits: float) -> Sequence[Scheme]:
@@ -94,27 +91,47 @@ class Schemes(Storage):
     def made(
         self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, target: str | Path, chosen: Chosen
     ) -> RoundedModel:
-        small = wrap_any(copy.deepcopy(decoder.model))
-        tensors = dict(saved_tensors(small.model))
-        for tensor in filter(self._narrows, tensors.values()):
-            tensor.data = tensor.data.to(self._dtype).to(tensor.dtype)
         packing = Packing({name.removesuffix(".weight"): kind for name, (kind, *_) in chosen.items() if kind != DENSE})
-        for name, (kind, importance, given) in track(chosen.items(), "rounding"):
-            if kind != DENSE:
-                W = tensors[name].data if given is None else given
-                grid = _grid(W.to(self._dtype), kind, importance)
-                packing.put(name.removesuffix(".weight"), grid)
-                tensors[name].data = grid.values().to(tensors[name].dtype)
+
+        def change(model: PreTrainedModel, layer: int) -> None:
+            for name, (kind, importance, given) in chosen.items():
+                if kind != DENSE and decoder.structure.layer_of(name) == layer:
+                    W = model.get_parameter(name).data
+                    grid = _grid((W if given is None else given).to(self._dtype), kind, importance)
+                    packing.put(name.removesuffix(".weight"), grid)
+                    W.copy_(grid.values())
+
+        def describe(folder: Path, saw: Sequence[MeasuredOn], worth: Worth) -> None:
+            history_with("shrink", saw, decoder.model).save(folder / HISTORY)
+            title = f"{Path(model_name(decoder.model)).name}, rounded"
+            write_card(folder, title, _ABOUT, decoder.model, LOADING, worth=worth)
+
+        if decoder.stream is not None:
+            dtype = self._dtype if self._wide else None
+            rounded, place, size = packed_on_disk(decoder, tokenizer, Path(target), packing, change, dtype)
+
+            def move(saw: Sequence[MeasuredOn], worth: Worth) -> int:
+                with whole_folder(target) as folder:
+                    for file in place.iterdir():
+                        file.rename(folder / file.name)
+                    describe(folder, saw, worth)
+                return size
+
+            return RoundedModel(rounded, move)
+        small = wrap_any(copy.deepcopy(decoder.model))
+        tensors = [tensor for _, tensor in saved_tensors(small.model) if self._narrows(tensor)]
+        for tensor in tensors:
+            tensor.data = tensor.data.to(self._dtype).to(tensor.dtype)
+        for layer in track(range(small.structure.num_layers), "rounding"):
+            change(small.model, layer)
 
         def write(saw: Sequence[MeasuredOn], worth: Worth) -> int:
-            for tensor in filter(self._narrows, tensors.values()):
+            for tensor in tensors:
                 tensor.data = tensor.data.to(self._dtype)
             size = packing.size(small.model)
             require_disk(Path(target).parent, size, "the tensors of the model")
             with packed_folder(small.model, tokenizer, target, packing) as folder:
-                history_with("shrink", saw, decoder.model).save(folder / HISTORY)
-                title = f"{Path(model_name(decoder.model)).name}, rounded"
-                write_card(folder, title, _ABOUT, small.model, LOADING, worth=worth)
+                describe(folder, saw, worth)
             return size
 
         return RoundedModel(small, write)
@@ -137,7 +154,7 @@ def reading_alike(decoder: Decoder, modules: Sequence[str]) -> dict[str, str]:
     them differs by family, so all get the same.
     """
     with calls_noted((name, decoder.model.get_submodule(name)) for name in modules) as calls:
-        uncached_logits(decoder.model, sample_inputs(decoder, None)[0])
+        uncached_logits(decoder.model, sample_inputs(decoder, None)[0][:, :TOKENS])
     first: dict[tuple[int, int], str] = {}  # the calls hold their inputs, so no memory is used twice
     return {
         f"{call.path}.weight": first.setdefault((call.given.data_ptr(), call.given.numel()), f"{call.path}.weight")

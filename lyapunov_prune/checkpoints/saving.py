@@ -12,7 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import as_text, write_card
-from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.checkpoints.outline import Outline, read_outline
 from lyapunov_prune.checkpoints.reloading import (
     RELOADED,
     GateCheck,
@@ -95,7 +95,7 @@ StoredAs = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 class Shards:
     """The files of a model in `folder`. Tensors outside the layers, configs and tokenizer are written on creation."""
 
-    def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
         model = decoder.model
         self._model, self._folder, self._structure = model, folder, decoder.structure
         self._names: dict[int | None, list[str]] = {}
@@ -123,10 +123,10 @@ class Shards:
         self._where |= dict.fromkeys(stored, file)
         self._size += sum(tensor.nbytes for tensor in stored.values())
 
-    def finish(self) -> None:
+    def finish(self) -> Outline:
         """Write the index, and compare what transformers finds in the files with what was written, bit for bit.
 
-        Raises CheckFailed if a layer was not written, or if weights or settings would change
+        Returns what was found. Raises CheckFailed if a layer was not written, or if weights or settings would change
         on reloading.
         """
         write_index(self._folder, self._where, self._size)
@@ -144,3 +144,4 @@ class Shards:
         told = wrong or "names, settings and every bit of what is read again"
         check = GateCheck(RELOADED, not wrong, 0.0, 0.0, told)
         check.require_passed("the checkpoint, read again, is not the model", "take the model in memory")
+        return found

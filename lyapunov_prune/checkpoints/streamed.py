@@ -44,8 +44,8 @@ def load_streamed(
     It works with measurements that use states: `measure_contraction`, `block_influence`, `perplexity`, `explain` (of
     two streamed models), and `rank` by rho, bi, blend, angular and kl of layers, by bi of sublayers, and by from-end
     and random of both. All windows go through the layers together, and their states are in memory.
-    `export.compress_on_disk` writes the model compressed, `budget.spend` a GGUF file of a size. Everything else that
-    changes weights, or runs the model once per layer, refuses it.
+    `export.compress_on_disk` writes the model compressed, `budget.spend` a GGUF file or a folder of a size. Everything
+    else that changes weights, or runs the model once per layer, refuses it.
 
     Raises LyapunovPruneError as `load` does, and for a model without safetensors files (GGUF, adapters), for a decoder
     that has to be run in memory to be judged (docs/families.md), for one whose layers share more than the state passed
@@ -69,23 +69,30 @@ def streamed(outline: Outline) -> Decoder:
     return wrap(model)
 
 
-def refilled(decoder: Decoder, fill: Callable[[torch.Tensor, str], bool]) -> Decoder:
-    """Another model of the files of the streamed `decoder`, on its device.
+def refilled(
+    decoder: Decoder, fill: Callable[[torch.Tensor, str], bool], dtype: torch.dtype | None = None
+) -> Decoder:
+    """Another model of the files of the streamed `decoder`, on its device, and in `dtype` if that is given.
 
     `fill` is called with the memory and the name of each tensor that is to be read, of a layer at every time. It may
     put other numbers there and return True; otherwise the files are read. The model has no digests.
     """
     before = decoder.stream
     assert isinstance(before, LayerStream)
-    model, stream = _made(_Refilled(before.outline, fill), str(decoder.model.device))
+    model, stream = _made(_Refilled(before.outline, fill, dtype), str(decoder.model.device))
     stream.like(before)
     return wrap(model, decoder.tokenizer)
 
 
 class _Refilled(Outline):
-    def __init__(self, outline: Outline, fill: Callable[[torch.Tensor, str], bool]) -> None:
+    def __init__(
+        self, outline: Outline, fill: Callable[[torch.Tensor, str], bool], dtype: torch.dtype | None
+    ) -> None:
         vars(self).update(vars(outline))
         self._other = fill
+        if dtype is not None:
+            model = copy.deepcopy(outline.model).to(dtype)
+            self.decoder = Decoder(model, find_structure(model))
 
     def fill(self, memory: torch.Tensor, name: str) -> None:
         if not self._other(memory, name):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.saving import Shards
+from lyapunov_prune.checkpoints.streamed import refilled
 from lyapunov_prune.compression.recipe import CompressionRequest, recipe_for
 from lyapunov_prune.compression.report import REPORT, CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
@@ -18,11 +23,13 @@ from lyapunov_prune.export.packed import FORMAT as PACKED
 from lyapunov_prune.export.packed import LOADING, Packing, Scheme, packed_in, require_packable, require_packed_options
 from lyapunov_prune.export.table import require_streamed_format
 from lyapunov_prune.forward.reading import Readable
-from lyapunov_prune.models.decoder import Model, wrap
+from lyapunov_prune.models.decoder import Decoder, Model, wrap
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.size import model_size
+from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.files import folder_beside, require_disk, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_with
 
 
@@ -80,6 +87,40 @@ def compress_on_disk(
         title = f"{Path(model.config._name_or_path).name}, compressed"
         write_card(folder, title, report.about(), model, sections)
     return report
+
+
+def packed_on_disk(
+    decoder: Decoder,
+    tokenizer: PreTrainedTokenizerBase | None,
+    target: Path,
+    packing: Packing,
+    change: Callable[[PreTrainedModel, int], None],
+    dtype: torch.dtype | None,
+) -> tuple[Decoder, Path, int]:
+    """The streamed `decoder` with every layer as `change` leaves it, its files, and the bytes of its tensors.
+
+    `change` is given the model and a layer that is held, and puts into `packing` what it rounds; `dtype` is that of the
+    files, None for the model's. They are packed and checked as those of `compress_on_disk`, in a folder beside `target`
+    that is deleted with the model, which is read from them and computes in the dtype that it had.
+    """
+    before = decoder if dtype is None else refilled(decoder, lambda memory, name: False, dtype)
+    with ExitStack() as place:
+        folder = place.enter_context(folder_beside(target))
+        shards = Shards(before, tokenizer, folder)
+        for layer in track(range(decoder.structure.num_layers), "rounding"):
+            with layer_held(before.model, layer):
+                change(before.model, layer)
+                shards.write(layer, packing.stored)
+        packing.write_config(folder, before.model)
+        found = shards.finish()
+
+        def fill(memory: torch.Tensor, name: str) -> bool:
+            found.fill(memory, name)
+            return True
+
+        result = refilled(decoder, fill)
+        weakref.finalize(result, place.pop_all().close)
+    return result, folder, packing.size(before.model)
 
 
 def _packing(model: PreTrainedModel, asked: CompressionRequest) -> Packing:
