@@ -91,12 +91,13 @@ class Schemes(Storage):
     def made(
         self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, target: str | Path, chosen: Chosen
     ) -> RoundedModel:
-        packing = Packing({name.removesuffix(".weight"): kind for name, (kind, *_) in chosen.items() if kind != DENSE})
+        names = [name for name in matrices_of(decoder.model) if chosen[name].kind != DENSE]
+        packing = Packing({name.removesuffix(".weight"): chosen[name].kind for name in names})
 
         def change(model: PreTrainedModel, layer: int) -> None:
-            for name, (kind, importance, given) in chosen.items():
-                if kind != DENSE and decoder.structure.layer_of(name) == layer:
-                    W = model.get_parameter(name).data
+            for name in names:
+                if decoder.structure.layer_of(name) == layer:
+                    W, (kind, importance, given) = model.get_parameter(name).data, chosen[name]
                     grid = _grid((W if given is None else given).to(self._dtype), kind, importance)
                     packing.put(name.removesuffix(".weight"), grid)
                     W.copy_(grid.values())
