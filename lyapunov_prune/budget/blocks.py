@@ -17,7 +17,6 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.ggml import Kind, bits_of, dequantised, fits, quantised
 from lyapunov_prune.models.gguf import DESCRIPTION_KEY
 from lyapunov_prune.models.gguf_header import text
-from lyapunov_prune.models.gguf_tensors import BlockType
 from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.worth import Worth
 
@@ -73,8 +72,7 @@ class Blocks(Storage):
         taken: dict[str, int] = {}
         for name, (kind, *_) in chosen.items():
             taken[kind.name] = taken.get(kind.name, 0) + self.size_in(kind, matrices[name].shape)
-        types = {name: BlockType(*how) for name, how in chosen.items()}
-        pieces = rounded_pieces(decoder, "f16", types, Path(target))
+        pieces = rounded_pieces(decoder, "f16", chosen, Path(target))
 
         def write(saw: Sequence[MeasuredOn], worth: Worth) -> int:
             values = header_values(decoder, tokenizer, max(taken, key=taken.__getitem__), "shrink", *saw)

@@ -24,7 +24,7 @@ from lyapunov_prune.budget.measured import corrected
 from lyapunov_prune.budget.schemes import Schemes
 from lyapunov_prune.budget.size import bytes_for
 from lyapunov_prune.budget.spent import Frontier, Spent
-from lyapunov_prune.budget.storage import Chosen, How, RoundedModel, Storage
+from lyapunov_prune.budget.storage import Chosen, RoundedModel, Storage
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.judging import compare, require_windows
@@ -35,11 +35,12 @@ from lyapunov_prune.models.decoder import Decoder, runs_model
 from lyapunov_prune.models.ggml import WIDE
 from lyapunov_prune.models.gguf import SUFFIX, gguf_file
 from lyapunov_prune.models.gguf_header import read_header
+from lyapunov_prune.models.how import How
 from lyapunov_prune.models.launched import from_each
 from lyapunov_prune.models.plain import PlainStreamable
 from lyapunov_prune.predictions.divergence import kl_by_window
 from lyapunov_prune.progress import is_main, track, warn
-from lyapunov_prune.results.files import require_empty
+from lyapunov_prune.results.files import require_disk, require_empty
 from lyapunov_prune.results.worth import Ratio, Worth
 
 _OFF = 0.15  # a prediction that differs by a larger share from what is measured is not right
@@ -72,12 +73,12 @@ def spend(
     model is written with feedback too (`feedback.fed_forward`), and what has the smaller KL there stays. The header's
     description, or the card, says the ratio of perplexities on `judge`.
 
-    A streamed model goes into a `.gguf` file with one layer in memory, without feedback and with the costs as they are.
+    A streamed model is written with one layer in memory, without feedback and with the costs as they are.
     The states of `batch` before every layer, if memory is short, and the rounded tensors lie beside `output` meanwhile.
 
     Raises CheckFailed if every one of `_TRIED` costs more, and LyapunovPruneError for a size below the least, which is
-    named, and above 16 bits, for fewer than 4 windows that judge or decide, for texts that share tokens, for an
-    `output` that exists, and as `write_gguf` and `Schemes`; then nothing is written.
+    named, and above 16 bits, for a disk that does not hold it, for fewer than 4 windows that judge or decide, for texts
+    that share tokens, for an `output` that exists, and as `write_gguf` and `Schemes`; then nothing is written.
     """
     storage: Storage = BLOCKS if require_target(output) else Schemes(model)
     cost_of = partial(costs, storage=storage, seed=seed, folder=Path(output).parent)
@@ -98,6 +99,8 @@ def spend(
         room = room_for(storage, model, tokenizer, size)
     else:
         room = room_for(storage, model, tokenizer, size)
+        copies = 1 + (storage is BLOCKS and model.stream is not None)
+        require_disk(Path(output).parent, copies * room, "the rounded tensors, and what they are written to,")
         found = list(cost_of(reading, bits=8 * room / weights))
     made = make(found, room)
     alone: list[str] = []

@@ -7,24 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.how import How
 from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.worth import Worth
-
-
-class How(NamedTuple):
-    """A matrix's type, and the importance of its columns; if `given`, that is rounded in its place, block by block."""
-
-    kind: Any
-    importance: np.ndarray
-    given: torch.Tensor | None = None
-
 
 Chosen = Mapping[str, How]
 

@@ -34,8 +34,9 @@ from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, gguf_file
 from lyapunov_prune.models.gguf_copy import Piece, bytes_of, write_pieces
 from lyapunov_prune.models.gguf_header import Header, Value, number, read_header, text
 from lyapunov_prune.models.gguf_metadata import architecture_values, gguf_family
-from lyapunov_prune.models.gguf_tensors import BlockType, put_back, stored_tensors
+from lyapunov_prune.models.gguf_tensors import put_back, stored_tensors
 from lyapunov_prune.models.gguf_vocabulary import CONVERT, vocabulary_values
+from lyapunov_prune.models.how import How
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import model_name
@@ -70,7 +71,7 @@ def write_gguf(
 
 
 def rounded_pieces(
-    model: Decoder, quantize: str, chosen: Mapping[str, BlockType] = MappingProxyType({}), target: Path = Path()
+    model: Decoder, quantize: str, chosen: Mapping[str, How] = MappingProxyType({}), target: Path = Path()
 ) -> tuple[Decoder, list[Piece], float]:
     """A copy of the model that is rounded as `stored_tensors` says, its tensors in a file, and the largest error.
 

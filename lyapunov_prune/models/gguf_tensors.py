@@ -28,23 +28,12 @@ from lyapunov_prune.models.ggml import Kind, bits_of, dequantised, fits, quantis
 from lyapunov_prune.models.gguf_copy import Anew, Piece, whole
 from lyapunov_prune.models.gguf_header import Tensor
 from lyapunov_prune.models.gguf_metadata import GGUFFamily, rope_tensors
+from lyapunov_prune.models.how import How
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.progress import track
 
 _ROUTER, _SHARED_GATE = ".ffn_gate_inp", ".ffn_gate_inp_shexp"
 _MOVES = (0.01, 0.5)  # largest relative change by rounding to 16 bits or more, and to fewer
-
-
-@dataclass(frozen=True, eq=False)
-class BlockType:
-    """How a matrix is stored: its type, and the importance of its columns (`ggml.quantised`), of experts by expert.
-
-    If `given`, that is rounded in its place, every block of columns by itself: some types look at the whole row.
-    """
-
-    type: Kind
-    importance: np.ndarray | None = None
-    given: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +76,7 @@ def rounded(
         order, shift = _reading(processor, name, shape)
         stored = np.empty(order.size, dtype=np.float32)
         stored[order.ravel()] = values.detach().float().cpu().numpy().ravel() - shift
-        kind, data = _quantised(name, stored.reshape(shape), BlockType(Kind(before[name].kind)))
+        kind, data = _quantised(name, stored.reshape(shape), How(Kind(before[name].kind)))
         again = dequantised(data, kind).reshape(shape)
         back = torch.from_numpy(again.ravel()[order.ravel()] + np.float32(shift)).reshape(values.shape)
         made.append(Rounded(name, kind.name, Anew(int(kind), data.tobytes()), back.to(values.dtype)))
@@ -104,12 +93,12 @@ def _reading(processor: Any, name: str, shape: tuple[int, ...]) -> tuple[np.ndar
     return read.weights - shift, shift
 
 
-def _quantised(name: str, values: np.ndarray, how: BlockType) -> tuple[Kind, np.ndarray]:
+def _quantised(name: str, values: np.ndarray, how: How) -> tuple[Kind, np.ndarray]:
     """The matrix or experts `name` in the type of `how`; in Q8_0 or float16 if its rows are not whole blocks of it.
 
     Raises LyapunovPruneError for a number that float16 cannot hold.
     """
-    kind = next(kind for kind in (how.type, Kind.Q8_0, Kind.F16) if fits(kind, values.shape[-1]))
+    kind = next(kind for kind in (how.kind, Kind.Q8_0, Kind.F16) if fits(kind, values.shape[-1]))
     if kind == Kind.F16 and (largest := np.abs(values).max()) > (most := np.finfo(np.float16).max):
         raise LyapunovPruneError(f"{name} holds {largest:.5g}, and f16 ends at {most:.5g}; give --quantize bf16")
     importance = how.importance
@@ -123,7 +112,7 @@ def _quantised(name: str, values: np.ndarray, how: BlockType) -> tuple[Kind, np.
 
 
 def stored_tensors(
-    decoder: Decoder, family: GGUFFamily, quantisation: str, chosen: Mapping[str, BlockType]
+    decoder: Decoder, family: GGUFFamily, quantisation: str, chosen: Mapping[str, How]
 ) -> Iterator[tuple[str, Piece, float]]:
     """The tensors of a GGUF file of a whole model, each with its name there and the relative error of rounding.
 
@@ -196,12 +185,12 @@ def _piece(name: str, values: torch.Tensor, kind: Kind, data: np.ndarray) -> Pie
     return Piece(name, Tensor(name, dims, int(kind), Path(), 0, data.nbytes), Anew(int(kind), data.tobytes()))
 
 
-def _how(name: str, values: torch.Tensor, quantisation: str) -> BlockType:
+def _how(name: str, values: torch.Tensor, quantisation: str) -> How:
     if values.ndim == 1 or _ROUTER in name:
-        return BlockType(Kind.F32)
+        return How(Kind.F32)
     kind = Kind[quantisation.upper()]
     outer = name in ("token_embd.weight", "output.weight") and bits_of(kind) < 8
-    return BlockType(Kind.Q8_0 if outer else kind)
+    return How(Kind.Q8_0 if outer else kind)
 
 
 def _laid_out(

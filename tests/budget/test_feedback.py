@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 from lyapunov_prune.budget.blocks import BLOCKS
 from lyapunov_prune.budget.feedback import fed_back, fed_forward
 from lyapunov_prune.budget.schemes import DENSE, Schemes
-from lyapunov_prune.budget.storage import How, Storage
+from lyapunov_prune.budget.storage import Storage
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.export.packed import Scheme
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.ggml import Kind, dequantised, quantised
+from lyapunov_prune.models.how import How
 
 BLOCK, COLUMNS = 32, 128
 KINDS = (Kind.Q4_0, Kind.IQ4_NL, Kind.Q5_1)

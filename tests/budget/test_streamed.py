@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,17 +15,21 @@ import torch
 from budget.test_spend import ENGINES, text, texts, tiny
 from families import zoo
 from helpers import make_tokenizer, saved
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from lyapunov_prune.budget.cost import costs
 from lyapunov_prune.budget.fisher import fisher, matrices_of
+from lyapunov_prune.budget.schemes import Schemes
 from lyapunov_prune.budget.spend import spend
 from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export import llama_cpp
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.how import How
 from lyapunov_prune.models.loading import load
+from lyapunov_prune.results.worth import Ratio, Worth
 
 IDS = torch.randint(90, (3, 24), generator=torch.Generator().manual_seed(0))
 
@@ -110,6 +116,82 @@ def test_a_wrong_cost_is_told_and_nothing_is_measured_alone(tmp_path: Path, monk
     found = spend(apart, apart.tokenizer, "6bpw", tmp_path / "x.gguf", **texts())
     assert (found.as_they_are, found.alone) == (True, ())
     assert len(found.answer()) > len(replace(found, as_they_are=False).answer())
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same_folders(a: Path, b: Path) -> bool:
+    first, second = tensors_in(a), tensors_in(b)
+    return first.keys() == second.keys() and all(
+        tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]) for name, tensor in first.items()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_folder_is_that_of_the_model_in_memory(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module(spend.__module__)
+    monkeypatch.setattr(module, "fed_forward", Mock(side_effect=LyapunovPruneError("not from disk")))
+    whole, apart = both(tiny(tie_word_embeddings=True, torch_dtype=dtype), tmp_path)
+    folders = [tmp_path / "made" / name for name in ("whole", "apart")]
+    a, b = (
+        spend(m, m.tokenizer, "7.5bpw", target, **texts()) for m, target in zip((whole, apart), folders, strict=True)
+    )
+    assert same_folders(*folders)
+    assert len(set(a.types)) > 2
+    for name in ("config.json", "README.md", "history.json"):
+        assert (folders[0] / name).read_text() == (folders[1] / name).read_text()
+    assert set((tmp_path / "made").iterdir()) == set(folders)  # the rounded tensors are gone
+    np.testing.assert_allclose(b.kl, a.kl, rtol=1e-5)
+    np.testing.assert_allclose(b.loss, a.loss, rtol=1e-5, atol=1e-7)
+    assert (a.size, dict(zip(a.names, a.types, strict=True))) == (b.size, dict(zip(b.names, b.types, strict=True)))
+
+
+def packed_alike(family: str, place: Path) -> bool:
+    """Whether the family is packed to the same tensors; False if both refuse it."""
+    whole, apart = both(zoo.make_zoo(family), place)
+    try:
+        storage = Schemes(whole)
+    except LyapunovPruneError:
+        with pytest.raises(LyapunovPruneError):
+            Schemes(apart)
+        return False
+    assert Schemes(apart).together == storage.together
+    chosen = {}
+    for number, (name, p) in enumerate(matrices_of(whole.model).items()):
+        kinds = storage.kinds_for(name, p.shape[-1])
+        importance = np.random.default_rng(number).exponential(size=p.shape[-1]).astype(np.float32)
+        chosen[name] = How(kinds[number % len(kinds)], importance)
+    worth = Worth(None, Ratio(1.0, 1.0, 1.0), "text", 10)
+    logits = []
+    for name, decoder in {"whole": whole, "apart": apart}.items():
+        made = storage.made(decoder, decoder.tokenizer, place / name, chosen)
+        with torch.no_grad():
+            logits.append(made.decoder.model(IDS, use_cache=False).logits)
+        made.write((), worth)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-3, atol=1e-4)
+    assert same_folders(place / "whole", place / "apart")
+    return True
+
+
+# Learnt positions and biases, fused matrices, tied and capped, several rotations; experts in one tensor, transposed.
+@pytest.mark.parametrize("family", ["opt", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "gpt2"])
+def test_every_kind_of_layer_is_packed_alike_or_refused(family: str, tmp_path: Path) -> None:
+    assert packed_alike(family, tmp_path) is (family not in ("qwen3_moe", "gpt2"))
+
+
+@pytest.mark.parametrize("name", ["x.gguf", "folder"])
+def test_a_full_disk_is_told_before_anything_is_measured(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, apart = both(tiny(), tmp_path)
+    module = import_module(spend.__module__)
+    monkeypatch.setattr(module, "costs", lambda *args, **options: pytest.fail("measured"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(LyapunovPruneError):
-        spend(apart, apart.tokenizer, "8bpw", tmp_path / "folder", **texts())
-    assert not (tmp_path / "folder").exists()
+        spend(apart, apart.tokenizer, "8.5bpw", tmp_path / "made" / name, **texts())
+    assert not (tmp_path / "made").exists()

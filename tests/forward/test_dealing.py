@@ -17,7 +17,6 @@ import lyapunov_prune as lp
 from lyapunov_prune.budget.blocks import BLOCKS
 from lyapunov_prune.budget.feedback import fed_forward
 from lyapunov_prune.budget.fisher import fisher, matrices_of
-from lyapunov_prune.budget.storage import How
 from lyapunov_prune.calibration.downstream import token_weights
 from lyapunov_prune.calibration.gathering import input_norms
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
@@ -26,6 +25,7 @@ from lyapunov_prune.forward.dealing import dealt, shared_out, summed
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.ggml import Kind
+from lyapunov_prune.models.how import How
 from lyapunov_prune.models.launched import alone
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.predictions.divergence import kl_by_window, skip_divergence, sublayer_divergence

@@ -29,7 +29,7 @@ from lyapunov_prune.export.gguf_whole import header_values, rounded_pieces
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.gguf_copy import write_pieces
-from lyapunov_prune.models.gguf_tensors import BlockType
+from lyapunov_prune.models.how import How
 from lyapunov_prune.predictions.divergence import kl_by_window
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -99,7 +99,7 @@ def files_of(
     for name in sizes:
         theirs, ours = (peer / f"{by}-{name.lower()}.gguf" for by in ("imatrix", "ours"))
         pick = chosen_types(known, taken_by(theirs))
-        chosen = {t.name: BlockType(t.kinds[k], t.importance) for t, k in zip(known, pick, strict=True)}
+        chosen = {t.name: How(t.kinds[k], t.importance) for t, k in zip(known, pick, strict=True)}
         _, pieces, _ = rounded_pieces(dense, "f16", chosen)
         write_pieces(ours, header_values(dense, dense.tokenizer, "f16"), pieces, gguf.GGUF_DEFAULT_ALIGNMENT)
         yield from ((name, PEER, theirs), (name, OURS, ours))

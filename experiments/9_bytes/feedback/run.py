@@ -28,8 +28,8 @@ from lyapunov_prune.budget.blocks import BLOCKS
 from lyapunov_prune.budget.cost import TensorCost
 from lyapunov_prune.budget.feedback import DAMPING, fed_forward
 from lyapunov_prune.budget.spend import chosen_types
-from lyapunov_prune.budget.storage import How
 from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.models.how import How
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
