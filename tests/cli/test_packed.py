@@ -48,8 +48,11 @@ def test_a_packed_checkpoint_is_smaller_and_is_measured(run: Callable[..., Any],
     assert run("rank", "small", "--criterion", "bi", "-o", "run2", *TEXT).code == 0
 
 
-def test_a_folder_of_a_size_says_how_to_run_it(run: Callable[..., Any], run_bad: Callable[..., str]) -> None:
-    sized = ("shrink", "tiny", "--size", "13bpw", "--tokens", "384", "--context", "32", "-o", "small")
+@pytest.mark.parametrize("flags", [[], ["--device", "disk"]], ids=["memory", "disk"])
+def test_a_folder_of_a_size_says_how_to_run_it(
+    flags: list[str], run: Callable[..., Any], run_bad: Callable[..., str]
+) -> None:
+    sized = ("shrink", "tiny", "--size", "13bpw", "--tokens", "384", "--context", "32", "-o", "small", *flags)
     done = run(*sized)
     assert done.code == 0, done.err
     assert "Run it: vllm serve small" in done.out

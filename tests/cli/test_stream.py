@@ -119,7 +119,6 @@ def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> No
             ["prune", "tiny", "--what", "width", "--remove", "25%", "--judge", "builtin", "-o", "out"],
             "--judge needs the model in memory",
         ),
-        (["shrink", "tiny", "--size", "9bpw", "-o", "out"], "needs the model in memory"),
         (["profile", "model.gguf"], "is no safetensors file, and only those are streamed"),
     ],
 )

@@ -163,7 +163,7 @@ def _write_sized(model: str, size: str | None, inputs: Inputs, output: Path, giv
     from lyapunov_prune.evaluation.judging import POWER, require_windows
 
     is_file = require_target(output)
-    if not (inputs.disk and is_file):
+    if not inputs.disk:
         inputs.require_loaded("choosing a type for every matrix", one_place=True)
     given.refuse(
         "has no effect on a size, for which every matrix gets a type; leave it out",
