@@ -91,8 +91,8 @@ class _Refilled(Outline):
         vars(self).update(vars(outline))
         self._other = fill
         if dtype is not None:
-            model = copy.deepcopy(outline.model).to(dtype)
-            self.decoder = Decoder(model, find_structure(model))
+            model: Any = copy.deepcopy(outline.model)
+            self.decoder = Decoder(model.to(dtype), find_structure(model))
 
     def fill(self, memory: torch.Tensor, name: str) -> None:
         if not self._other(memory, name):
