@@ -16,7 +16,7 @@
   models tokenise alike, and how far a text can grow;
 - `adapters`: LoRA adapters in a folder, and merged; `plain`, `wrappers`: conditions for changing a model's weights;
 - `weight_files`, `left_out`: which tensor in the files fills which one of the model, and which ones were left out;
-- `size`: the bytes of a model's files, and bits a weight;
+- `size`: the bytes of a model's files, and bits a weight; `how`: what a matrix is rounded to;
 - `projections`, `roles`: the matrices of a model, what each does, and other weights in the layers, which no method
   takes; `experts`: those stacked in one parameter, and the tokens that the router sends them;
   `mixtures`: experts and router of every layer; `feedforward`: the feed-forward block of a layer,
