@@ -69,9 +69,7 @@ def streamed(outline: Outline) -> Decoder:
     return wrap(model)
 
 
-def refilled(
-    decoder: Decoder, fill: Callable[[torch.Tensor, str], bool], dtype: torch.dtype | None = None
-) -> Decoder:
+def refilled(decoder: Decoder, fill: Callable[[torch.Tensor, str], bool], dtype: torch.dtype | None = None) -> Decoder:
     """Another model of the files of the streamed `decoder`, on its device, and in `dtype` if that is given.
 
     `fill` is called with the memory and the name of each tensor that is to be read, of a layer at every time. It may
@@ -85,9 +83,7 @@ def refilled(
 
 
 class _Refilled(Outline):
-    def __init__(
-        self, outline: Outline, fill: Callable[[torch.Tensor, str], bool], dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, outline: Outline, fill: Callable[[torch.Tensor, str], bool], dtype: torch.dtype | None) -> None:
         vars(self).update(vars(outline))
         self._other = fill
         if dtype is not None:
