@@ -24,6 +24,7 @@ from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.structure import find_structure
 
 CLIP = 1.0  # the largest norm of a step's gradient
+CLOSE = 0.05  # largest relative change of a loss by products in bfloat16
 _TOKENS = 64  # tokens whose distributions are in memory at a time
 KEPT = 0.1  # largest share of the machine's free memory for the teacher's states
 # AdamW without weight decay, because the target is the teacher, not small weights. Plain SGD.
@@ -72,7 +73,10 @@ class Distillation:
     by one, and all end the step with the same parameters; sharded models end with their shards of the same, and take
     equal numbers of items in each process.
 
-    The teacher's final states (tokens × width, in its dtype) of a window are kept for when it comes again, until they
+    If `narrow`, the forwards of both models multiply in bfloat16 (autocast), and what they return may be in it; weights,
+    gradients, optimizer and all that depends on them stay in the dtype of the parameters.
+
+    The teacher's final states (tokens × width, as it gives them) of a window are kept for when it comes again, until they
     take a tenth of the machine's free memory; the logits are formed from them as the first time, to the same bits. Not
     of images, nor with sharded layers: the processes gather a layer together, so no one of them can pass over it.
     """
@@ -86,13 +90,15 @@ class Distillation:
         optimizer: str = "adamw",
         processes: PartialState | None = None,
         sizes: Mapping[str, float] | None = None,
+        narrow: bool = False,
     ) -> None:
         self.model, self.teacher, self.parameters = model, teacher, parameters
-        self.temperature = temperature
+        self.temperature, self.narrow = temperature, narrow
+        self.change: float | None = None  # of the loss by products in bfloat16, if that was tried
         self.losses: list[float] = []  # before each step
         self._processes, self._sharded = processes, are_sharded(parameters)
         self._pair: tuple[Scorer, Scorer] | None = None
-        self._states: dict[tuple[torch.Size, bytes], torch.Tensor] = {}  # of the teacher, by token ids
+        self._states: dict[tuple[bool, torch.Size, bytes], torch.Tensor] = {}  # of the teacher: narrow, token ids
         self._room = KEPT * free_memory("cpu") / (processes.num_processes if processes else 1)
         self._kind = OPTIMIZERS[optimizer]
         by_size: dict[float, list[nn.Parameter]] = {}
@@ -122,6 +128,29 @@ class Distillation:
     def copies(self) -> dict[str, torch.Tensor]:
         """Copies of the current parameters, sharded if they are."""
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def multiplying(self) -> torch.autocast:
+        """Forwards within the block multiply in bfloat16 if `narrow`."""
+        # Without cache: it would keep every weight twice, and what is cast without gradient would serve with it.
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.narrow, cache_enabled=False)
+
+    @torch.no_grad()
+    def narrow_if_close(self, inputs: torch.Tensor) -> None:
+        """Become `narrow` if that makes a relative `change` of at most CLOSE to the loss of these `inputs`.
+
+        The change is infinite if the models do not run so, or predict the same.
+        """
+        losses = []
+        for self.narrow in (True, False):
+            try:
+                losses.append(self._learn(inputs, 1))
+            except RuntimeError:  # code that takes a dtype for granted
+                if not self.narrow:
+                    raise
+                losses.append(math.inf)
+        narrow, wide = losses
+        self.change = abs(narrow / wide - 1) if wide > 0 else math.inf
+        self.narrow = self.change <= CLOSE
 
     @torch.enable_grad()
     def take_step(self, inputs: torch.Tensor, rate: float) -> None:
@@ -156,30 +185,36 @@ class Distillation:
             student, teacher = self._scorers(part)
             if student.enters and teacher.enters:
                 return self._learn_by_states(student, teacher, part, items)
-        with torch.no_grad():
+        with torch.no_grad(), self.multiplying():
             target = uncached_logits(self.teacher, part.to(self.teacher.device)).flatten(0, -2)
-        logits = uncached_logits(self.model, part.to(self.model.device)).flatten(0, -2)
+        with self.multiplying():
+            logits = uncached_logits(self.model, part.to(self.model.device)).flatten(0, -2)
         return self._backward(logits, target, len(logits) * items)
 
     def _learn_by_states(self, student: Scorer, teacher: Scorer, part: torch.Tensor, items: int) -> float:
         """The same from final states; if the logits are many, those of one block of positions at a time."""
         known = self._taught(teacher, part)
-        state = final_state(student.structure, part).flatten(0, 1)
+        with self.multiplying():
+            state = final_state(student.structure, part).flatten(0, 1)
         ends, loss = state.detach().requires_grad_(), 0.0
         for rows, taught in student.split(ends, known) if is_large(self.model, part) else [(ends, known)]:
-            with torch.no_grad():
+            with torch.no_grad(), self.multiplying():
                 target = teacher.own(taught)
-            loss += self._backward(student.own(rows), target, len(ends) * items)
-        state.backward(ends.grad)
+            with self.multiplying():
+                logits = student.own(rows)
+            loss += self._backward(logits, target, len(ends) * items)
+        if torch.is_grad_enabled():
+            state.backward(ends.grad)
         return loss
 
     @torch.no_grad()
     def _taught(self, teacher: Scorer, part: torch.Tensor) -> torch.Tensor:
         """The teacher's final states of all tokens, from memory if these windows came before."""
-        key = part.shape, part.cpu().numpy().tobytes()
+        key = self.narrow, part.shape, part.cpu().numpy().tobytes()
         if key in self._states:
             return self._states[key].to(self.teacher.device)
-        states = final_state(teacher.structure, part).flatten(0, 1)
+        with self.multiplying():
+            states = final_state(teacher.structure, part).flatten(0, 1)
         if states.nbytes <= self._room:
             self._room -= states.nbytes
             self._states[key] = states.cpu()
@@ -196,9 +231,10 @@ class Distillation:
         return self._pair
 
     def _backward(self, logits: torch.Tensor, target: torch.Tensor, count: int) -> float:
-        """Loss of these logits, (tokens × vocabulary) out of `count`, and its backward pass."""
+        """Loss of these logits, (tokens × vocabulary) out of `count`, and its backward pass where gradients are on."""
         loss, gradient = distillation_loss(logits, target, self.temperature, of=count)
-        logits.backward(gradient)
+        if torch.is_grad_enabled():
+            logits.backward(gradient)
         return loss
 
     def _together(self, loss: float, device: torch.device) -> float:

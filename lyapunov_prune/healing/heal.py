@@ -27,6 +27,7 @@ from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import require_few, require_trainable
 from lyapunov_prune.healing.training import Budget, Judge, Tensors, Training, Way
 from lyapunov_prune.models.decoder import Decoder, InMemory, runs_models
+from lyapunov_prune.models.device import multiplies_bfloat16
 from lyapunov_prune.models.launched import processes_of, require_same_models
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.results.encoding import encode
@@ -98,6 +99,10 @@ def heal(
     because factors and optimizer are in float32. If memory is short (`memory.needed`), layers are run again in the
     backward pass instead of storing their activations; the result is the same.
 
+    The steps of a float32 model multiply in bfloat16 on a device that has instructions for it
+    (`device.multiplies_bfloat16`), unless that changes the loss of the first window by more than CLOSE
+    (`distillation.py`); weights, gradients, optimizer and all that is judged stay in float32. The report says so.
+
     The windows of a step run one by one and their gradients are added. Under `accelerate launch` the processes share
     the windows: each holds both models, and the result equals that of one process up to rounding. With `shard` a
     process holds only its shards of the layers of both models on its device (its GPU, if there is one), with gradients
@@ -120,7 +125,9 @@ def heal(
     taught = read(teacher, reading)
     budget = budget_of(steps, minutes, rank, learning_rate, per_step)
     processes = _processes(reading, taught, per_step, rank, shard)
-    way = Way(budget, per_step, rank, temperature, seed, shard, processes)
+    device = processes.device if shard else student.model.device
+    narrow = student.model.dtype == torch.float32 and multiplies_bfloat16(device)
+    way = Way(budget, per_step, rank, temperature, seed, shard, narrow, processes)
     windows = _windows(reading, judge)
     judging = windows.judged
     if evaluation is not None:
@@ -192,6 +199,8 @@ def _trained(
             judged_on=on[1],
             per_step=way.per_step,
             decision=_decision(training, windows, judge),
+            narrow=run.narrow,
+            change=run.change,
         )
         run.begin_anew(start if report.kept < 0 else training.weights)
     return finish(), report
@@ -223,7 +232,7 @@ def _decision(training: Training, windows: Windows, judge: Judge) -> Judgement |
 def _about(guided_by: ModelIdentity, on: tuple[MeasuredOn, MeasuredOn], way: Way) -> dict[str, Any]:
     """All that the numbers of a run depend on."""
     about: dict[str, Any] = {"teacher": guided_by.key, **on[0].key, **encode(way.budget)}
-    about |= {"per_step": way.per_step, "rank": way.rank, "temperature": way.temperature}
+    about |= {"per_step": way.per_step, "rank": way.rank, "temperature": way.temperature, "narrow": way.narrow}
     return about | {"judged_on": on[1].text_hash}
 
 

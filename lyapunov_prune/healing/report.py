@@ -40,7 +40,8 @@ class Healing(Result):
     when all parameters of the layers were trained; `trained` is the number of trained parameters (layers or factors).
     `measured_on` is for the pruned model and the training text, `judged_on` for the judging windows. `decision` is of
     the original model and the best round, None if no round was better; it may rest on more windows than the rounds
-    (`heal`). `held_out` is None without evaluation text.
+    (`heal`). `held_out` is None without evaluation text. `narrow` says that products were in bfloat16; `change` is what
+    that did to the first loss, relative to it, None where it was not tried.
     """
 
     losses: np.ndarray
@@ -55,6 +56,8 @@ class Healing(Result):
     judged_on: MeasuredOn
     per_step: int = 1
     decision: Judgement | None = None
+    narrow: bool = False
+    change: float | None = None
 
     def __post_init__(self) -> None:
         alike = all(each.judged.shape == self.judged.shape for each in self.rounds)
@@ -145,9 +148,12 @@ class Healing(Result):
             lines.append(f"Held-out perplexity {number(before)} → {number(after)}, dense {number(dense)}{back}")
         trained = "all parameters of the layers" if self.rank is None else f"updates of rank {self.rank}"
         windows = f", {self.per_step} windows a step" if self.per_step > 1 else ""
+        products = ", products in bfloat16" if self.narrow else ""
+        if self.change is not None and not self.narrow:
+            products = f", products in float32 because bfloat16 changes the loss by {self.change:.0%}"
         lines.append(
             f"Healing by {trained} ({self.trained:,}), {self.steps} steps{windows}, learning rate "
-            f"{self.learning_rate:.2g}, temperature {self.temperature:g}"
+            f"{self.learning_rate:.2g}, temperature {self.temperature:g}{products}"
         )
         lines.append(self.measured_on.line())
         if self.held_out is not None:

@@ -64,7 +64,10 @@ class Done:
 
 @dataclass(frozen=True)
 class Way:
-    """How a student is trained; `heal` describes the fields, and `processes` are those that share the windows."""
+    """How a student is trained; `heal` describes the fields, and `processes` are those that share the windows.
+
+    If `narrow`, products are in bfloat16 where that changes little (`Distillation.narrow_if_close`).
+    """
 
     budget: Budget
     per_step: int
@@ -72,6 +75,7 @@ class Way:
     temperature: float
     seed: int
     shard: bool
+    narrow: bool
     processes: PartialState
 
     @contextmanager
@@ -87,14 +91,18 @@ class Way:
         else:
             learner, guide = copy.deepcopy(student) if self.rank is None else beside(student), teacher
         with trained(learner, self.rank, self.seed) as parameters, ExitStack() as lighter:
+            sizes = update_sizes(learner, parameters)
+            run = Distillation(learner, guide, parameters, self.temperature, processes=self.processes, sizes=sizes)
+            if self.narrow:
+                run.narrow_if_close(window)
+                ((run.narrow, run.change),) = self.of_main((run.narrow, run.change))
             free = (1 - KEPT) * free_memory(str(learner.device))
             if learner.device.type == "cpu":
                 free /= self.processes.num_processes
-            (short,) = self.of_main(needed(learner, parameters, window) > free)
+            with run.multiplying():
+                (short,) = self.of_main(needed(learner, parameters, window) > free)
             if short:  # in all processes: they gather a sharded layer together, also to run it again
                 lighter.enter_context(recomputed(learner))
-            sizes = update_sizes(learner, parameters)
-            run = Distillation(learner, guide, parameters, self.temperature, processes=self.processes, sizes=sizes)
             yield (learner, run, lambda: gathered_into(copy.deepcopy(student), learner) if self.shard else learner)
 
     def of_main(self, value: Any) -> list[Any]:

@@ -47,6 +47,14 @@ def free_memory(device: str) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether `device` has instructions for products in bfloat16: a GPU, or an x86 processor of which torch says so."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    told = getattr(torch.cpu, "get_capabilities", dict)()  # not of torch before 2.11
+    return device.type == "cpu" and any(told.get(name) for name in ("avx512_bf16", "amx_bf16"))
+
+
 def require_memory(needed: int, device: str, what: str) -> None:
     """Raise LyapunovPruneError unless `device` has `needed` bytes free for `what`."""
     free = free_memory(device)

@@ -55,11 +55,11 @@ def main(
     for narrow in (False, True):
         student, seconds = copy.deepcopy(cut), []
         with trained(student, None, 0) as parameters:
-            taught = Distillation(student, dense, parameters, 1.0, sizes=update_sizes(student, parameters))
+            sizes = update_sizes(student, parameters)
+            taught = Distillation(student, dense, parameters, 1.0, sizes=sizes, narrow=narrow)
             for step, window in enumerate(drawn_order(len(lesson), steps, 0)):
                 began = time.process_time()
-                with torch.autocast(dense.device.type, torch.bfloat16, enabled=narrow):
-                    taught.take_step(lesson.ids[window][None], RATE * schedule(step, steps))
+                taught.take_step(lesson.ids[window][None], RATE * schedule(step, steps))
                 seconds.append(time.process_time() - began)
         losses[narrow] = nll(student, scored)
         first, again = median(seconds[:windows]), median(seconds[windows:])
