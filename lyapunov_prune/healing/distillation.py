@@ -24,7 +24,7 @@ from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.structure import find_structure
 
 CLIP = 1.0  # the largest norm of a step's gradient
-CLOSE = 0.05  # largest relative change of a loss by products in bfloat16
+CLOSE = 0.02  # largest relative change of a loss by products in bfloat16
 _TOKENS = 64  # tokens whose distributions are in memory at a time
 KEPT = 0.1  # largest share of the machine's free memory for the teacher's states
 # AdamW without weight decay, because the target is the teacher, not small weights. Plain SGD.

@@ -41,7 +41,7 @@ class Healing(Result):
     `measured_on` is for the pruned model and the training text, `judged_on` for the judging windows. `decision` is of
     the original model and the best round, None if no round was better; it may rest on more windows than the rounds
     (`heal`). `held_out` is None without evaluation text. `narrow` says that products were in bfloat16; `change` is what
-    that did to the first loss, relative to it, None where it was not tried.
+    that did to the first loss, relative to it (infinite if the models do not run so), None where it was not tried.
     """
 
     losses: np.ndarray
@@ -150,7 +150,7 @@ class Healing(Result):
         windows = f", {self.per_step} windows a step" if self.per_step > 1 else ""
         products = ", products in bfloat16" if self.narrow else ""
         if self.change is not None and not self.narrow:
-            products = f", products in float32 because bfloat16 changes the loss by {self.change:.0%}"
+            products = ", products in float32, since bfloat16 changes the loss"
         lines.append(
             f"Healing by {trained} ({self.trained:,}), {self.steps} steps{windows}, learning rate "
             f"{self.learning_rate:.2g}, temperature {self.temperature:g}{products}"

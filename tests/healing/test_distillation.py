@@ -148,13 +148,14 @@ def test_logits_of_a_block_after_the_other_teach_the_same(
         torch.testing.assert_close(given[key], gradient, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize(("windows", "passes"), [(0, 9), (1, 7), (3, 3)])
 def test_a_window_that_comes_again_teaches_the_same_without_the_teachers_layers(
-    windows: int, passes: int, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    windows: int, passes: int, narrow: bool, ids: torch.Tensor
 ) -> None:
     """Room for the states of so many windows, of three that come three times."""
     alone = PartialState(cpu=True)
-    plain, kept = distil(processes=alone), distil(processes=alone)
+    plain, kept = (distil(processes=alone, narrow=narrow) for _ in range(2))
     plain._room = 0
     kept._room = windows * ids[0].numel() * kept.teacher.config.hidden_size * 4
     plain.take_step(ids, RATE), kept.take_step(ids, RATE)  # the check of the heads is behind
@@ -166,6 +167,46 @@ def test_a_window_that_comes_again_teaches_the_same_without_the_teachers_layers(
     assert len(ran) + len(ids) == passes
     assert kept.losses == plain.losses
     assert all(torch.equal(p, kept.parameters[name]) for name, p in plain.parameters.items())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "opt", "mixtral", "mamba"])
+def test_the_gradient_of_products_in_bfloat16_points_where_that_of_float32_does(name: str, ids: torch.Tensor) -> None:
+    teacher, found = make_tiny(name), []
+    for narrow in (False, True):
+        student = make_tiny(name)
+        for p in student.parameters():
+            p.data *= 1 + 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+        run = Distillation(student, teacher, dict(student.named_parameters()), 1.0, narrow=narrow)
+        run.take_step(ids, 0.0)
+        given = [p.grad for p in run.parameters.values() if p.grad is not None]
+        assert {gradient.dtype for gradient in given} == {torch.float32}
+        found.append((run.losses[0], torch.cat([gradient.flatten() for gradient in given])))
+    (loss, wide), (other, narrowed) = found
+    assert other != loss
+    assert other == pytest.approx(loss, rel=module.CLOSE)
+    assert torch.cosine_similarity(wide, narrowed, 0) > 0.99
+
+
+def test_products_in_bfloat16_are_for_losses_that_they_change_little(
+    ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for given, change, narrow in [
+        ((1.0, 1 + 0.9 * module.CLOSE), 0.9 * module.CLOSE, True),
+        ((1.0, 1 - 1.1 * module.CLOSE), 1.1 * module.CLOSE, False),
+        ((1.0, RuntimeError()), math.inf, False),
+        ((1.0, math.nan), math.nan, False),
+        ((0.0, 0.0), math.inf, False),
+    ]:
+        run, losses = distil(), dict(zip((False, True), given, strict=True))
+
+        def learn(part: torch.Tensor, items: int, run: Distillation = run, losses: dict[bool, Any] = losses) -> float:
+            if isinstance(losses[run.narrow], Exception):
+                raise losses[run.narrow]
+            return losses[run.narrow]
+
+        monkeypatch.setattr(run, "_learn", learn)
+        run.narrow_if_close(ids[:1])
+        assert (run.change, run.narrow) == (pytest.approx(change, nan_ok=True), narrow)
 
 
 def test_the_same_tokens_cut_into_other_windows_are_others(ids: torch.Tensor) -> None:

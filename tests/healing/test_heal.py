@@ -24,7 +24,7 @@ from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.healing import heal as heal_module
 from lyapunov_prune.healing import rounds, training
 from lyapunov_prune.healing import state as training_state
-from lyapunov_prune.healing.distillation import KEPT, Distillation
+from lyapunov_prune.healing.distillation import CLOSE, KEPT, Distillation
 from lyapunov_prune.healing.heal import heal
 from lyapunov_prune.healing.memory import needed
 from lyapunov_prune.healing.report import Healed, Healing
@@ -411,6 +411,57 @@ def test_a_state_of_another_run_is_not_taken(ids: torch.Tensor, heldout: TokenBa
         assert np.array_equal(found.report.losses, wanted.report.losses, equal_nan=True)
 
 
+# Products in bfloat16.
+
+
+def autocast(narrow: bool) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=narrow, cache_enabled=False)
+
+
+def multiply_in_bfloat16(monkeypatch: pytest.MonkeyPatch, narrow: bool = True) -> None:
+    monkeypatch.setattr(heal_module, "multiplies_bfloat16", lambda device: narrow)
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_steps_multiply_in_bfloat16_and_what_decides_is_in_float32(
+    rank: int | None, written: TokenBatch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One folder holds the states of both, and neither is taken for the other."""
+    student, teacher = pair()
+    told: list[Healing] = []
+    for narrow in (False, True):
+        multiply_in_bfloat16(monkeypatch, narrow)
+        done = heal(student, teacher, written, steps=12, learning_rate=1e-2, rank=rank, folder=tmp_path)
+        assert {p.dtype for p in done.model.parameters()} == {torch.float32}
+        assert ("bfloat16" in done.report.headline()) == done.report.narrow == narrow
+        told.append(Healing.load(done.report.save(tmp_path / "healing.json")))
+    wide, narrowed = told
+    assert (wide.narrow, wide.change) == (False, None)
+    assert narrowed.narrow
+    assert narrowed.change is not None
+    assert 0 < narrowed.change <= CLOSE
+    assert np.array_equal(wide.judged, narrowed.judged)
+    assert (wide.losses != narrowed.losses).all()
+    np.testing.assert_allclose(wide.losses, narrowed.losses, rtol=CLOSE)
+
+
+def test_only_float32_is_narrowed(written: TokenBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply_in_bfloat16(monkeypatch)
+    for dtype in (torch.float64, torch.bfloat16):
+        student, teacher = (model.to(dtype) for model in pair())
+        report = heal(student, teacher, written, steps=1, rank=2).report
+        assert (report.narrow, report.change) == (False, None)
+
+
+def test_a_family_that_fails_in_bfloat16_is_healed_in_float32(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DBRX adds the outputs of its experts to a tensor of the dtype of their inputs."""
+    multiply_in_bfloat16(monkeypatch)
+    student, teacher = pair("dbrx")
+    report = heal(student, teacher, ids, steps=1, rank=2).report
+    assert (report.narrow, report.change) == (False, math.inf)
+    assert "in float32" in report.headline()
+
+
 # Memory.
 
 
@@ -431,14 +482,16 @@ def test_half_precision_is_healed_by_float32_factors_beside_weights_that_are_not
         assert mine.requires_grad == theirs.requires_grad
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("rank", [None, 2])
 def test_layers_run_again_where_memory_is_short_with_the_same_student_to_the_last_bit(
-    rank: int | None, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    rank: int | None, narrow: bool, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: dict[bool, int] = {}
     done: dict[bool, Healed] = {}
     student, _ = pair()
-    with trained(student, rank, 0) as parameters:
+    multiply_in_bfloat16(monkeypatch, narrow)
+    with trained(student, rank, 0) as parameters, autocast(narrow):
         needs = needed(student, parameters, ids[:1]) / (1 - KEPT)
     for checkpointing in (False, True):
         monkeypatch.setattr(training, "free_memory", lambda device, short=checkpointing: needs + 9 - 18 * short)
@@ -453,13 +506,17 @@ def test_layers_run_again_where_memory_is_short_with_the_same_student_to_the_las
         kept[checkpointing] = sum(counted)
     assert same(done[True].model, done[False].model)
     assert np.array_equal(done[True].report.losses, done[False].report.losses)
+    assert done[True].report.narrow == done[False].report.narrow == narrow
     assert kept[True] < kept[False] / 3
     assert not any("forward" in module.__dict__ for module in done[True].model.modules())
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("rank", [None, 2])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_what_a_step_needs_is_what_autograd_stores(family: str, rank: int | None, ids: torch.Tensor) -> None:
+def test_what_a_step_needs_is_what_autograd_stores(
+    family: str, rank: int | None, narrow: bool, ids: torch.Tensor
+) -> None:
     """Beside it the gradient, moments and best so far of each parameter, and three logits a token."""
     student, _ = pair(family)
     stored: list[torch.Tensor] = []
@@ -468,7 +525,7 @@ def test_what_a_step_needs_is_what_autograd_stores(family: str, rank: int | None
         stored.append(tensor)
         return tensor
 
-    with trained(student, rank, 0) as parameters:
+    with trained(student, rank, 0) as parameters, autocast(narrow):
         given = needed(student, parameters, ids[:1])
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(store, lambda tensor: tensor):
             student(ids[:1], use_cache=False, logits_to_keep=1)

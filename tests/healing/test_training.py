@@ -55,7 +55,7 @@ def training(
         IDS,
         judge,
         start or run.copies(),
-        Way(budget, per_step, None, 1.0, 3, shard=False, processes=PartialState(cpu=True)),
+        Way(budget, per_step, None, 1.0, 3, shard=False, narrow=False, processes=PartialState(cpu=True)),
         state or TrainingState(None, {}),
         list((tensors or {}).items()),
     )
