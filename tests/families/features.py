@@ -21,6 +21,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export import compact_gate
 from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.compact_gate import verify_compact
+from lyapunov_prune.healing import heal
 from lyapunov_prune.joint import search
 from lyapunov_prune.joint.recovery import RecoveryRecipe
 from lyapunov_prune.joint.run import remove_jointly
@@ -94,10 +95,11 @@ def _experts(model: PreTrainedModel) -> bool | str:
 
 
 def _healing(model: PreTrainedModel) -> bool:
-    """Low-rank updates of all matrices are trained for two steps, and merged."""
+    """Low-rank updates of all matrices are trained for two steps, in bfloat16 if that changes little, and merged."""
     student = lp.remove_layers(model, _removable(model))
     settings: dict[str, Any] = {"steps": 2, "rank": 1, "learning_rate": 1e-4}
-    healed = lp.heal(student, model, _ids(4, 16), judge=_ids(4, 16, 7), **settings)
+    with mock.patch.object(heal, "multiplies_bfloat16", return_value=True):
+        healed = lp.heal(student, model, _ids(4, 16), judge=_ids(4, 16, 7), **settings)
     finite = healed.model(_ids(1, 16), use_cache=False).logits.isfinite().all()
     return bool(finite) and healed.report.steps == 2
 

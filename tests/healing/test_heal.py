@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families.zoo import make_zoo
 from helpers import hooks_of, launched_twice, make_tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -456,8 +457,8 @@ def test_only_float32_is_narrowed(written: TokenBatch, monkeypatch: pytest.Monke
 def test_a_family_that_fails_in_bfloat16_is_healed_in_float32(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """DBRX adds the outputs of its experts to a tensor of the dtype of their inputs."""
     multiply_in_bfloat16(monkeypatch)
-    student, teacher = pair("dbrx")
-    report = heal(student, teacher, ids, steps=1, rank=2).report
+    teacher = make_zoo("dbrx")
+    report = heal(remove_layers(teacher, [3]), teacher, ids, steps=1, rank=2).report
     assert (report.narrow, report.change) == (False, math.inf)
     assert "in float32" in report.headline()
 
@@ -517,7 +518,10 @@ def test_layers_run_again_where_memory_is_short_with_the_same_student_to_the_las
 def test_what_a_step_needs_is_what_autograd_stores(
     family: str, rank: int | None, narrow: bool, ids: torch.Tensor
 ) -> None:
-    """Beside it the gradient, moments and best so far of each parameter, and three logits a token."""
+    """Beside it the gradient, moments and best so far of each parameter, and three logits a token.
+
+    Logits in bfloat16 leave room for the head's copy in it.
+    """
     student, _ = pair(family)
     stored: list[torch.Tensor] = []
 
@@ -532,6 +536,7 @@ def test_what_a_step_needs_is_what_autograd_stores(
         own = {p.data_ptr() for p in student.parameters()} | {p.data_ptr() for p in parameters.values()}
         bytes_of = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stored}
         activations = sum(size for at, size in bytes_of.items() if at not in own)
+        activations -= 2 * student.lm_head.weight.numel() * narrow
         rest = 4 * sum(4 * p.numel() for p in parameters.values()) + 3 * 4 * ids.shape[1] * 97
     assert 0.95 * activations <= given - rest <= 1.05 * activations
 
