@@ -73,12 +73,12 @@ class Distillation:
     by one, and all end the step with the same parameters; sharded models end with their shards of the same, and take
     equal numbers of items in each process.
 
-    If `narrow`, the forwards of both models multiply in bfloat16 (autocast), and what they return may be in it; weights,
-    gradients, optimizer and all that depends on them stay in the dtype of the parameters.
+    If `narrow`, the forwards of both models multiply in bfloat16 (autocast), and what they return may be in it;
+    weights, gradients, optimizer and all that depends on them stay in the dtype of the parameters.
 
-    The teacher's final states (tokens × width, as it gives them) of a window are kept for when it comes again, until they
-    take a tenth of the machine's free memory; the logits are formed from them as the first time, to the same bits. Not
-    of images, nor with sharded layers: the processes gather a layer together, so no one of them can pass over it.
+    The teacher's final states (tokens × width) of a window are kept for when it comes again, until they take a tenth of
+    the machine's free memory; the logits are formed from them as the first time, to the same bits. Not of images, nor
+    with sharded layers: the processes gather a layer together, so no one of them can pass over it.
     """
 
     def __init__(

@@ -191,14 +191,14 @@ def test_the_gradient_of_products_in_bfloat16_points_where_that_of_float32_does(
 def test_products_in_bfloat16_are_for_losses_that_they_change_little(
     ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for given, change, narrow in [
+    for two, change, narrow in [
         ((1.0, 1 + 0.9 * module.CLOSE), 0.9 * module.CLOSE, True),
         ((1.0, 1 - 1.1 * module.CLOSE), 1.1 * module.CLOSE, False),
         ((1.0, RuntimeError()), math.inf, False),
         ((1.0, math.nan), math.nan, False),
         ((0.0, 0.0), math.inf, False),
     ]:
-        run, losses = distil(), dict(zip((False, True), given, strict=True))
+        run, losses = distil(), dict(zip((False, True), two, strict=True))
 
         def learn(part: torch.Tensor, items: int, run: Distillation = run, losses: dict[bool, Any] = losses) -> float:
             if isinstance(losses[run.narrow], Exception):

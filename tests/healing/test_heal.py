@@ -454,7 +454,9 @@ def test_only_float32_is_narrowed(written: TokenBatch, monkeypatch: pytest.Monke
         assert (report.narrow, report.change) == (False, None)
 
 
-def test_a_family_that_fails_in_bfloat16_is_healed_in_float32(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_that_fails_in_bfloat16_is_healed_in_float32(
+    ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DBRX adds the outputs of its experts to a tensor of the dtype of their inputs."""
     multiply_in_bfloat16(monkeypatch)
     teacher = make_zoo("dbrx")
