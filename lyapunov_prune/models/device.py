@@ -51,7 +51,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether `device` has instructions for products in bfloat16: a GPU, or an x86 processor of which torch says so."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    told = getattr(torch.cpu, "get_capabilities", dict)()  # not of torch before 2.11
+    told: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not of torch before 2.11
     return device.type == "cpu" and any(told.get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
