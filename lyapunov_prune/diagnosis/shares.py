@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.diagnosis.compared import Compared
 from lyapunov_prune.diagnosis.sides import Sides, TensorPlace
 from lyapunov_prune.forward.reading import Reading
-from lyapunov_prune.predictions.spaces import divergences
+from lyapunov_prune.predictions.spaces import kl_divergence
 
 _WINDOWS, _TOKENS = 2, 128  # a fault worth telling shows on few
 _ROWS = 32  # positions whose probabilities are compared at once
@@ -63,7 +63,7 @@ class Restored:
         total = positions = 0.0
         for ids, wanted in zip(self._ids, self._dense, strict=True):
             for z, given in zip(wanted.split(_ROWS), self._logits(model, ids).split(_ROWS), strict=True):
-                total += float(divergences(*(each.double().log_softmax(-1) for each in (z, given)))[1].sum())
+                total += float(kl_divergence(*(each.double().log_softmax(-1) for each in (z, given))).sum())
                 positions += len(z)
         return total if math.isnan(total) else max(0.0, total / positions)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lyapunov_prune.predictions.spaces import divergences
+from lyapunov_prune.predictions.spaces import kl_divergence
 from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -74,7 +74,7 @@ class ChoiceComparison(Result):
         found = []
         for pair in zip(*(self._scores(which, per_character) for which in ("dense", "compressed")), strict=True):
             log_p, log_q = (torch.from_numpy(row).log_softmax(-1) for row in pair)
-            found.append(float(divergences(log_p[None], log_q[None])[1]))
+            found.append(float(kl_divergence(log_p, log_q)))
         return np.array(found)
 
     def lead(self) -> np.ndarray:

@@ -23,7 +23,7 @@ from lyapunov_prune.models.decoder import InMemory, runs_models
 from lyapunov_prune.models.positions import alike, rotation
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.predictions.choice_comparison import ChoiceComparison
-from lyapunov_prune.predictions.spaces import divergences, turn
+from lyapunov_prune.predictions.spaces import kl_divergence, turn
 from lyapunov_prune.progress import track
 
 
@@ -157,7 +157,7 @@ def _moved(z: torch.Tensor, z2: torch.Tensor, options: torch.Tensor) -> list[flo
     if len(options) > 1:
         a, b = z[options][None], z2[options][None]
         log_p, log_q = a.log_softmax(-1), b.log_softmax(-1)
-        among = [float(x) for x in (turn(a, b)[0], turn(log_p.exp(), log_q.exp())[0], divergences(log_p, log_q)[1])]
+        among = [float(x) for x in (turn(a, b)[0], turn(log_p.exp(), log_q.exp())[0], kl_divergence(log_p, log_q))]
     if z.shape != z2.shape:
         return [*among, float("nan")]
-    return [*among, float(divergences(z.log_softmax(-1)[None], z2.log_softmax(-1)[None])[1])]
+    return [*among, float(kl_divergence(z.log_softmax(-1), z2.log_softmax(-1)))]

@@ -20,7 +20,7 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change, changed_finals, finals_without_each
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import InMemory, Streamable, runs_model, runs_models
-from lyapunov_prune.predictions.spaces import divergences
+from lyapunov_prune.predictions.spaces import BLOCK, kl_divergence
 from lyapunov_prune.predictions.tiles import MEASURES, measures
 from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd, rows
@@ -186,12 +186,17 @@ def kl_by_window(dense: Reading, changed: Reading) -> tuple[np.ndarray, np.ndarr
     def mean(pairs: Iterable[tuple[torch.Tensor, ...]], wanted: torch.Tensor) -> torch.Tensor:
         sums, start = torch.zeros(2, dtype=torch.float64), 0
         for pair in pairs:
-            log_p, log_q = (lift(rows).log_softmax(-1) for rows in pair)
-            next_ids = wanted[start : start + len(log_p), None].to(log_p.device)
-            rise = (log_p.gather(1, next_ids) - log_q.gather(1, next_ids)).sum()
-            sums += torch.stack([divergences(log_p, log_q)[1].sum(), rise]).cpu()
-            start += len(log_p)
+            rows = max(1, BLOCK // pair[0].shape[-1])
+            some = (*pair, wanted[start : start + len(pair[0])])
+            sums += torch.cat([terms(*each) for each in zip(*(t.split(rows) for t in some), strict=True)], 1).sum(1)
+            start += len(pair[0])
         return sums / len(wanted)
+
+    def terms(dense: torch.Tensor, changed: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """The divergence at every position, and by how much the loss of the `wanted` token rises: (2, positions)."""
+        log_p, log_q = (lift(rows).log_softmax(-1) for rows in (dense, changed))
+        at = wanted[:, None].to(log_p.device)
+        return torch.stack([kl_divergence(log_p, log_q), (log_p.gather(1, at) - log_q.gather(1, at)).squeeze(1)]).cpu()
 
     kl, loss = torch.cat(dealt(dense, 1, means, "divergence")).T.numpy()
     return kl, loss

@@ -26,7 +26,7 @@ from lyapunov_prune.forward.logits import (
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import InMemory, runs_models
-from lyapunov_prune.predictions.spaces import divergences, turn
+from lyapunov_prune.predictions.spaces import kl_divergence, turn
 from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -195,7 +195,7 @@ def _measures(T: float, h: torch.Tensor, h2: torch.Tensor, z: torch.Tensor, z2: 
     turned = turn(h, h2)[0] if h.shape == h2.shape else torch.full((len(h),), torch.nan)
     log_p, log_q = ((x / T).log_softmax(-1) for x in (z, z2))
     turns = (turned, turn(z, z2)[0], turn(log_p.exp(), log_q.exp())[0])
-    measures = (*(1 - x for x in turns), divergences(log_p, log_q)[1])
+    measures = (*(1 - x for x in turns), kl_divergence(log_p, log_q))
     return torch.stack([x.sum().double().cpu() for x in measures])
 
 

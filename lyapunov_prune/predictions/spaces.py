@@ -15,8 +15,8 @@ from lyapunov_prune.linalg import lift, require_numbers
 DENSE_LOGITS = "logits of the dense model"
 # Entries of a tile of tokens × vocabulary: 32 MiB in float64, large enough for an efficient matrix product.
 _CHUNK = 2**22
-# Entries per call of exp: small enough for the CPU cache.
-_BLOCK = 2**18
+# Entries of logits that are compared at once: small enough for the CPU cache.
+BLOCK = 2**18
 
 
 # Logits z (rows × vocabulary) and `log softmax(z/T)`, float64.
@@ -32,7 +32,7 @@ def prediction_blocks(
     order of the positions for every index. Dense logits are computed once; one tile of tokens × vocabulary is in
     memory. Raises LyapunovPruneError when they are not finite, and whatever `Scorer.logits` raises.
     """
-    chunk, rows = (max(1, entries // scorer.vocabulary) for entries in (_CHUNK, _BLOCK))
+    chunk, rows = (max(1, entries // scorer.vocabulary) for entries in (_CHUNK, BLOCK))
     for start in range(0, len(dense), chunk):
         part = slice(start, start + chunk)
         z = scorer.logits(dense[part])
@@ -64,15 +64,21 @@ def divergences(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor,
     − p u)` and `Σ (q u − q + p)`. As `Σ q = Σ p` these equal `−Σ p u` and `Σ q u`, but every term is non-negative, so
     nothing cancels, and an error in the normaliser enters in second order only.
     """
-    p, q, u = log_p.exp(), log_q.exp(), log_q - log_p
-    moved = _moved(p, log_q, u)
+    p, q, u, moved = _moved(log_p, log_q)
     mean = torch.linalg.vecdot(p, u).unsqueeze(-1)
     return (torch.linalg.vecdot(p, (u - mean).square()) / 2, (moved - p * u).sum(-1), (q * u - moved).sum(-1))
 
 
-def _moved(p: torch.Tensor, log_q: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """`q − p` without cancellation; `expm1` overflows for large u."""
-    return torch.where(u < 1, p * torch.expm1(u), log_q.exp() - p)
+def kl_divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """`KL(p‖q)` of every row, as `divergences` has it, without the others."""
+    p, _, u, moved = _moved(log_p, log_q)
+    return (moved - p * u).sum(-1)
+
+
+def _moved(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`p`, `q`, `u`, and `q − p` without cancellation; `expm1` overflows for large u."""
+    p, q, u = log_p.exp(), log_q.exp(), log_q - log_p
+    return p, q, u, torch.where(u < 1, p * torch.expm1(u), q - p)
 
 
 HIDDEN = ("hidden", "hidden_estimate", "hidden_parallel", "hidden_orthogonal")

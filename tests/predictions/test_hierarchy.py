@@ -56,7 +56,7 @@ PARTS = {
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Several chunks of tokens, several blocks in each, the last of each smaller."""
     monkeypatch.setattr(softmax_module, "_CHUNK", 97 * 4)
-    monkeypatch.setattr(softmax_module, "_BLOCK", 97 * 3)
+    monkeypatch.setattr(softmax_module, "BLOCK", 97 * 3)
     with torch.no_grad():
         yield
 

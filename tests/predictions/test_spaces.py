@@ -12,13 +12,22 @@ from hypothesis.extra.numpy import arrays
 from scipy.special import log_softmax, softmax
 
 from lyapunov_prune.predictions import spaces as module
-from lyapunov_prune.predictions.spaces import HIDDEN, PROBABILITIES, divergences, prediction_measures, turn
+from lyapunov_prune.predictions.spaces import (
+    HIDDEN,
+    PROBABILITIES,
+    divergences,
+    kl_divergence,
+    prediction_measures,
+    turn,
+)
 
 LOGITS = arrays(np.float64, (2, 7), elements=st.floats(-8, 8))
 
 
 def of(z: np.ndarray, dz: np.ndarray, T: float = 1.0) -> tuple[np.ndarray, ...]:
-    found = divergences(torch.tensor(log_softmax(z / T, -1)), torch.tensor(log_softmax((z + dz) / T, -1)))
+    given = [torch.tensor(log_softmax(each / T, -1)) for each in (z, z + dz)]
+    found = divergences(*given)
+    assert torch.equal(kl_divergence(*given), found[1])
     return tuple(x.numpy() for x in found)
 
 
