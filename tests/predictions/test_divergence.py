@@ -12,18 +12,21 @@ import numpy as np
 import pytest
 import torch
 from helpers import LAYERS, computed, hooks_of, leave, make_tiny, measures_by_definition, other_head
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.anatomy import Anatomy, find_anatomy
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions import SkipDivergence, skip_divergence
+from lyapunov_prune.predictions import divergence as module
 from lyapunov_prune.predictions import tiles as tiles_module
-from lyapunov_prune.predictions.divergence import SublayerDivergence, sublayer_divergence, window_kl
+from lyapunov_prune.predictions.divergence import SublayerDivergence, kl_by_window, sublayer_divergence, window_kl
 from lyapunov_prune.ranking import rank_by_divergence
 
 MEASURES = ("variance", "kl", "reverse_kl", "flipped", "variance_r")
@@ -62,6 +65,19 @@ def test_measures_are_the_definitions(name: str, ids: torch.Tensor) -> None:
     assert_agree(found, exact(model, ids))
     assert hooks_of(model) == 0
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_windows_of_two_models_have_the_kl_and_the_loss_of_the_definitions(
+    ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BLOCK", 97 * 3)
+    one, other = make_tiny("llama", seed=1), make_tiny("llama", seed=2)
+    z, z2 = (copy.deepcopy(model).double()(ids).logits[:, :-1] for model in (one, other))
+    wanted = measures_by_definition(z.numpy(), z2.numpy(), 1.0)[1].mean(-1)
+    risen = [cross_entropy(b, row) - cross_entropy(a, row) for a, b, row in zip(z, z2, ids[:, 1:], strict=True)]
+    kl, loss = kl_by_window(read(wrap(one), ids), read(wrap(other), ids))
+    np.testing.assert_allclose(kl, wanted, rtol=1e-4)
+    np.testing.assert_allclose(loss, risen, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("T", [0.5, 3.0])
