@@ -63,6 +63,7 @@ SIZES = ("Q4_K_M", "Q3_K_M", "Q6_K", "IQ4_XS", "Q5_K_M", "Q2_K")  # the first of
 # The mixes of llama.cpp by the beginning of their files' names; ours is named by the importance of columns.
 PLAIN, PEER, FED = "plain", "imatrix", "fed"
 NAMES = {PLAIN: "llama.cpp", PEER: "llama.cpp, importance matrix", OURS: "by cost", FED: "by cost, with feedback"}
+WRITTEN = FED, OURS  # what `shrink` writes, or else the types alone
 BITS = 4.0  # from here on the prediction is to hold
 
 
@@ -233,7 +234,7 @@ def figure(rows: Sequence[Bytes]) -> str:
     models = list(dict.fromkeys(r.model for r in rows))
     drawing, cells = grid(3.6 * len(models), 3.2, len(models), len(models))
     for axes, name in zip(cells, models, strict=True):
-        for by, colour in zip((PLAIN, PEER, OURS), COLOURS.values(), strict=False):
+        for by, colour in zip(NAMES, COLOURS.values(), strict=False):
             texts = [{row.bytes: row.mean for row in r.rows if row.by == by} for r in rows if r.model == name]
             sizes = sorted(set.intersection(*map(set, texts)))
             kl = np.array([[text[size] for text in texts] for size in sizes])
@@ -256,6 +257,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "short": _short(rows),
         "table": _table(rows),
         "median": "; ".join(_median(rows, name) for name in dict.fromkeys(r.model for r in rows)),
+        "feedback": "; ".join(_feedback(rows, name) for name in dict.fromkeys(r.model for r in rows if _fed(r))),
         "predicted": _predicted(rows),
         "importances": _importances(results(CHOOSING)),
         "layers": _layers(rows),
@@ -264,18 +266,25 @@ def written(folder: Path = HERE) -> dict[str, str]:
 
 def _setting(r: Bytes) -> str:
     on, of = r.measured_on, r.calibrated_on
+    later = sorted({(row.by, row.commit) for row in r.rows if row.commit not in (None, r.commit)})
     return (
         f"{r.model}, {on.dtype} on {on.device}: commit {r.commit}; costs, importances and llama.cpp's importance "
         f"matrix from {of.tokens} tokens of {of.text} ({of.split}, {of.text_hash[:12]}), context {of.context}; KL on "
         f"{on.tokens} tokens of {on.text} ({on.text_hash[:12]}), context {on.context}; costs in "
         f"{short(r.seconds / r.forward)} times a forward of their tokens"
+        + "".join(f"; rows {NAMES[by]} of commit {commit}" for by, commit in later)
     )
 
 
-def _pairs(r: Bytes, by: str = PEER, ours: str = OURS) -> list[tuple[Row, Row]]:
-    """The rows of one size by a mix of llama.cpp and by ours, the smallest first."""
-    found = [(r.find(size, by), r.find(size, ours)) for size in SIZES]
+def _pairs(r: Bytes, by: str = PEER, ours: Sequence[str] = (OURS,)) -> list[tuple[Row, Row]]:
+    """The rows of one size by one way, and by the first of `ours` that was measured; the smallest first."""
+    found = [(r.find(size, by), next((b for way in ours if (b := r.find(size, way))), None)) for size in SIZES]
     return sorted(((a, b) for a, b in found if a and b), key=lambda pair: pair[0].bytes)
+
+
+def _fed(r: Bytes) -> list[tuple[Row, Row]]:
+    """The rows of types alone, and with feedback."""
+    return _pairs(r, OURS, (FED,))
 
 
 def _share(before: Row, after: Row) -> tuple[float, str]:
@@ -284,8 +293,16 @@ def _share(before: Row, after: Row) -> tuple[float, str]:
 
 
 def _short(rows: Sequence[Bytes]) -> str:
-    """For the README: the KL of ours over that of llama.cpp's mix of the same bytes, by model and size."""
-    of = {(r.model, Path(r.measured_on.text).stem): {b.size: _share(a, b)[1] for a, b in _pairs(r)} for r in rows}
+    """For the README: the KL of ours over that of llama.cpp's mix of the same bytes, by model and size.
+
+    With a star where only types alone were measured.
+    """
+    of = {
+        (r.model, Path(r.measured_on.text).stem): {
+            b.size: _share(a, b)[1] + ("" if b.by == FED else " *") for a, b in _pairs(r, ours=WRITTEN)
+        }
+        for r in rows
+    }
     sizes = [a.size for a, _ in _pairs(max(rows, key=lambda r: len(_pairs(r))))]
     head = ("bytes of", *(f"{name.split(DITHERED)[0]}, {text}" for name, text in of))
     return table(head, [(size, *(cells.get(size, "-") for cells in of.values())) for size in sizes])
@@ -300,25 +317,45 @@ def _table(rows: Sequence[Bytes]) -> str:
         "bits",
         "llama.cpp",
         "with importances",
-        "ours",
         "predicted",
-        "ours / peer",
+        "types alone",
+        "with feedback",
+        "types alone / peer",
+        "with feedback / peer",
     )
     cells = []
     for r in rows:
         for peer, ours in _pairs(r):
-            plain = r.find(peer.size, PLAIN)
-            kl = [f"{x.mean:.4f}" if x else "-" for x in (plain, peer, ours)]
-            share = _share(peer, ours)[1]
+            plain, fed = r.find(peer.size, PLAIN), r.find(peer.size, FED)
+            kl = [f"{x.mean:.4f}" if x else "-" for x in (plain, peer, ours, fed)]
+            shares = [_share(peer, x)[1] if x else "-" for x in (ours, fed)]
             on = Path(r.measured_on.text).stem
             mb, bits = f"{ours.bytes / 1e6:.1f}", f"{ours.bits:.2f}"
-            cells.append((r.model, on, peer.size, mb, bits, *kl, f"{ours.predicted:.4f}", share))
+            cells.append((r.model, on, peer.size, mb, bits, *kl[:2], f"{ours.predicted:.4f}", *kl[2:], *shares))
     return table(head, cells)
 
 
 def _median(rows: Sequence[Bytes], name: str) -> str:
-    shares = [_share(*pair)[0] for r in rows if r.model == name for pair in _pairs(r)]
-    return f"{name}: {np.median(shares):.2f} in the median of {len(shares)}, {min(shares):.2f} to {max(shares):.2f}"
+    of = [r for r in rows if r.model == name]
+    ways = {NAMES[FED]: (FED,), NAMES[OURS]: (OURS,)}
+    shares = {way: [_share(*pair)[0] for r in of for pair in _pairs(r, ours=ours)] for way, ours in ways.items()}
+    return f"{name}: {', '.join(f'{way} {_middle(found)}' for way, found in shares.items() if found)}"
+
+
+def _middle(shares: Sequence[float]) -> str:
+    return f"{np.median(shares):.2f} in the median of {len(shares)} ({min(shares):.2f} to {max(shares):.2f})"
+
+
+def _feedback(rows: Sequence[Bytes], name: str) -> str:
+    """The KL with feedback over that of types alone, how often it stayed, and what it took."""
+    pairs = [pair for r in rows if r.model == name for pair in _fed(r)]
+    fed = {b.size: b.fed for _, b in pairs if b.fed}
+    took = np.median([each.seconds / each.forward for each in fed.values()])
+    kept = sum(each.with_it < each.without for each in fed.values())
+    return (
+        f"{name}: {_middle([_share(*pair)[0] for pair in pairs])}, kept at {kept} of {len(fed)} sizes, "
+        f"in the time of {took:.0f} forwards of the text that the model writes for it"
+    )
 
 
 def _predicted(rows: Sequence[Bytes]) -> str:
