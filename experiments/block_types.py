@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import time
 from collections.abc import Sequence
@@ -17,7 +18,10 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from lyapunov_prune.budget.blocks import BLOCKS
 from lyapunov_prune.budget.cost import TensorCost, costs
+from lyapunov_prune.budget.feedback import fed_forward
 from lyapunov_prune.budget.fisher import matrices_of
+from lyapunov_prune.budget.storage import How
+from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.gguf_header import read_header
@@ -94,6 +98,24 @@ def fill(small: nn.Module, dense: nn.Module, known: Sequence[TensorCost], pick: 
     for t, k in zip(known, pick, strict=True):
         W = dense.get_parameter(t.name).detach().numpy()
         small.get_parameter(t.name).copy_(torch.from_numpy(BLOCKS.rounded(W, t.kinds[k], t.importance)))
+
+
+def filled(dense: PreTrainedModel, known: Sequence[TensorCost], pick: np.ndarray) -> PreTrainedModel:
+    """A copy of `dense` in the types `pick`."""
+    small = copy.deepcopy(dense)
+    fill(small, dense, known, pick)
+    return small
+
+
+def written_by_itself(reading: Reading) -> Reading:
+    """Of as many tokens as `reading` has, written by the model: what `shrink` takes the Gram matrices of."""
+    windows, context = reading.batch.ids.shape
+    return read(reading.decoder, self_generated(reading.decoder, tokens=windows * context, context=context))
+
+
+def feed(own: Reading, known: Sequence[TensorCost], pick: np.ndarray, small: PreTrainedModel) -> None:
+    """`small`, that has the types `pick`, becomes what they are with feedback by the text of `own`."""
+    fed_forward(own, BLOCKS, {t.name: How(t.kinds[k], t.importance) for t, k in zip(known, pick, strict=True)}, small)
 
 
 def taken_by(file: Path) -> int:

@@ -19,8 +19,7 @@ from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.second_order import inverse_factor
 from lyapunov_prune.forward.dealing import dealt, summed
 from lyapunov_prune.forward.hooks import Enough
-from lyapunov_prune.forward.own_text import self_generated
-from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
@@ -63,22 +62,18 @@ def fed_back(
 
 
 @torch.no_grad()
-def fed_forward(reading: Reading, storage: Storage, chosen: Chosen, rounded: PreTrainedModel, seed: int = 0) -> Chosen:
+def fed_forward(reading: Reading, storage: Storage, chosen: Chosen, rounded: PreTrainedModel) -> Chosen:
     """`chosen` with what the matrices of the layers and the head are to be rounded from (`fed_back`).
 
-    `H` is the Gram matrix of a matrix's inputs on as many tokens as the batch has, written by the model itself (those
-    of one text gain less on others), with `DAMPING` times their mean energy on the diagonal. That of the head is of the
-    model's own states, those of a layer with what is before it written already: `rounded`, a copy of the model that is
-    rounded as `chosen`, becomes what is to be written. A head that is the embedding too moves both. Experts, embeddings
-    by themselves, and types whose blocks are one number or a whole row stay as they are. Memory: the Gram matrices of
-    one layer, and what the matrices are to be rounded from.
+    `H` is the Gram matrix of a matrix's inputs on the reading's tokens, with `DAMPING` times their mean energy on the
+    diagonal. That of the head is of the model's own states, those of a layer with what is before it written already:
+    `rounded`, a copy of the model that is rounded as `chosen`, becomes what is to be written. A head that is the
+    embedding too moves both. Experts, embeddings by themselves, and types whose blocks are one number or a whole row
+    stay as they are. Memory: the Gram matrices of one layer, and what the matrices are to be rounded from.
 
-    Raises as `self_generated`, for a model that names no token to begin with, and `calibration.streaming.stream`.
+    Raises as `calibration.streaming.stream`.
     """
     dense, found = reading.model, dict(chosen)
-    windows, context = reading.batch.ids.shape
-    own = self_generated(reading.decoder, tokens=windows * context, context=context, seed=seed)
-    reading = read(reading.decoder, own)
 
     def feeds(name: str) -> bool:
         return name in chosen and 1 < storage.block(chosen[name].kind) < dense.get_parameter(name).shape[1]

@@ -6,15 +6,17 @@ MODEL is one off its grid, as `smollm2-135m-dithered-0`, and is the reference. T
 float32.gguf, with the mean squared input of every matrix on the tokens of the Fisher information, by the names of
 llama.cpp's tensors (imatrix.npz). llama.cpp's own quantiser then has to write FOLDER/imatrix-q4_k_m.gguf with those
 importances, FOLDER/plain-q4_k_m.gguf without, and so on for every size; the next run measures those that are there, and
-a model of the bytes of the first. Without --text it compares the importances of columns, on the half of the built-in
-text that chooses. Writes MODEL-TEXT.json after every row, one a text: an interrupted run goes on.
+models of the bytes of the first: the types alone, and what `shrink` writes, with feedback if that is better on the
+built-in text. Without --text it compares the importances of columns, on the half of the built-in text that chooses.
+Writes MODEL-TEXT.json after every row, one a text: an interrupted run goes on.
 """
 
 from __future__ import annotations
 
-import copy
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -26,14 +28,27 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.block_types import OURS, SQUARES, Costs, Judge, costs_of, fill, mean_squares, taken_by
+from experiments.block_types import (
+    OURS,
+    SQUARES,
+    Costs,
+    Judge,
+    costs_of,
+    divergence,
+    feed,
+    fill,
+    filled,
+    mean_squares,
+    taken_by,
+    written_by_itself,
+)
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, draw, read_text, run, show
 from experiments.statements import bullets, quotient, short, table
 from lyapunov_prune.budget.cost import TensorCost
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.budget.spend import chosen_types
 from lyapunov_prune.export.gguf_whole import header_values, rounded_pieces
-from lyapunov_prune.forward.reading import read
+from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.gguf_copy import write_pieces
 from lyapunov_prune.models.gguf_metadata import gguf_family
@@ -46,14 +61,30 @@ CHOOSING = HERE / "importances"  # on the text that the default was chosen on
 SKIPPED = HERE.parents[1] / "2_criteria" / "removal_criteria" / "divergence.json"
 SIZES = ("Q4_K_M", "Q3_K_M", "Q6_K", "IQ4_XS", "Q5_K_M", "Q2_K")  # the first of them first, if time ends
 # The mixes of llama.cpp by the beginning of their files' names; ours is named by the importance of columns.
-PLAIN, PEER = "plain", "imatrix"
-NAMES = {PLAIN: "llama.cpp", PEER: "llama.cpp, importance matrix", OURS: "by cost"}
+PLAIN, PEER, FED = "plain", "imatrix", "fed"
+NAMES = {PLAIN: "llama.cpp", PEER: "llama.cpp, importance matrix", OURS: "by cost", FED: "by cost, with feedback"}
 BITS = 4.0  # from here on the prediction is to hold
 
 
 @dataclass(frozen=True)
+class Fed:
+    """The mean KL `without` feedback and `with_it` on the built-in text; the row is of the smaller.
+
+    Feedback took `seconds` of the processor, the writing of its text among them, a forward of that text `forward`.
+    """
+
+    without: float
+    with_it: float
+    seconds: float
+    forward: float
+
+
+@dataclass(frozen=True)
 class Row:
-    """A file of the size of llama.cpp's mix `size`: bytes of its matrices, KL(dense ‖ file) a window, nats a token."""
+    """A file of the size of llama.cpp's mix `size`: bytes of its matrices, KL(dense ‖ file) a window, nats a token.
+
+    Made by `commit`, if that is not the result's.
+    """
 
     size: str
     by: str
@@ -61,6 +92,8 @@ class Row:
     bits: float
     predicted: float | None
     kl: tuple[float, ...]
+    fed: Fed | None = None
+    commit: str | None = None
 
     @property
     def mean(self) -> float:
@@ -100,7 +133,7 @@ def main(
         write_source(dense, calibration, peer)
         print(f"{peer} has what llama.cpp's quantiser reads; run it, and this again")
         return
-    ways = (OURS, PEER, PLAIN) if text else (OURS, SQUARES)
+    ways = (OURS, PEER, PLAIN, FED) if text else (OURS, SQUARES)
     texts = [read_text(dense, each, tokens, 256, "all") for each in text or ()]
     known = {by: costs_of(dense, calibration, peer, by) for by in ways if by in (OURS, SQUARES)}
     on = calibration.measured_on(dense)
@@ -108,19 +141,24 @@ def main(
         judge_of(dense, batch, HERE if text else CHOOSING, known[OURS], on)
         for batch in texts or [read_text(dense, "builtin", tokens, 256, "evaluation")]
     ]
+    feedback = Feedback(read(dense, calibration), read(dense, read_text(dense, "builtin", 2048, 256, "evaluation")))
     weights = sum(p.numel() for p in matrices_of(dense.model).values())
     for by, name in product(ways, size or SIZES):
         file = peer / f"{PLAIN if by == PLAIN else PEER}-{name.lower()}.gguf"
         lacking = [judge for judge in judges if judge.found.find(name, by) is None]
-        if not lacking or not file.exists():
+        mix = next((row for judge in judges if (row := judge.found.find(name, PEER))), None)
+        if not lacking or not (file.exists() or (mix and by in (*known, FED))):
             continue
-        room = taken_by(file)
+        room, fed = mix.bytes if mix else taken_by(file), None
         if by in known:
             small, taken, predicted = spent(dense, known[by].of, room)
+        elif by == FED:
+            small, taken, predicted = spent(dense, known[OURS].of, room)
+            fed = feedback.given(known[OURS].of, room, small)
         else:
-            small, taken, predicted = lp.load(file, device=model.device, dtype="float32").model, room, None
+            small, taken, predicted = lp.load(file, device=model.device, dtype="float32").model, taken_by(file), None
         for judge in lacking:
-            judge.add(Row(name, by, taken, 8 * taken / weights, predicted, ()), small)
+            judge.add(Row(name, by, taken, 8 * taken / weights, predicted, (), fed, committed()), small)
         del small
     draw(HERE, {"bytes": figure(results(HERE))})
     show(written())
@@ -145,14 +183,45 @@ def write_source(dense: Decoder, calibration: lp.TokenBatch, peer: Path) -> None
     write_pieces(peer / "float32.gguf", values, pieces, gguf.GGUF_DEFAULT_ALIGNMENT)
 
 
+class Feedback:
+    """What `shrink` does once the types are chosen: `reading` is that of the costs, and `decides` what is written."""
+
+    def __init__(self, reading: Reading, decides: Reading) -> None:
+        self.reading, self.decides = reading, decides
+
+    @cached_property
+    def own(self) -> tuple[Reading, float, float]:
+        """The text that the model writes, the seconds of the processor that took, and those of a forward of it."""
+        start = time.process_time()
+        own = written_by_itself(self.reading)
+        wrote = time.process_time()
+        with torch.no_grad():
+            for ids in own.windows(1):
+                own.model(ids, use_cache=False)
+        return own, wrote - start, time.process_time() - wrote
+
+    def given(self, known: Sequence[TensorCost], room: int, small: PreTrainedModel) -> Fed:
+        """`small`, the model of `spent`, gets feedback if that has the smaller KL."""
+        own, wrote, forward = self.own
+        pick, before = chosen_types(known, room), float(divergence(self.decides, small).mean())
+        start = time.process_time()
+        feed(own, known, pick, small)
+        seconds, after = time.process_time() - start, float(divergence(self.decides, small).mean())
+        if before <= after:
+            fill(small, self.reading.model, known, pick)
+        return Fed(before, after, wrote + seconds, forward)
+
+
 @torch.no_grad()
 def spent(dense: Decoder, known: Sequence[TensorCost], room: int) -> tuple[PreTrainedModel, int, float]:
     """The model with the types of least cost within `room` bytes, what they take, and what they cost."""
     pick = chosen_types(known, room)
     pairs = list(zip(known, pick, strict=True))
-    small = copy.deepcopy(dense.model)
-    fill(small, dense.model, known, pick)
-    return small, int(sum(t.bytes[k] for t, k in pairs)), float(sum(t.cost[k] for t, k in pairs))
+    return (
+        filled(dense.model, known, pick),
+        int(sum(t.bytes[k] for t, k in pairs)),
+        float(sum(t.cost[k] for t, k in pairs)),
+    )
 
 
 def results(folder: Path) -> list[Bytes]:

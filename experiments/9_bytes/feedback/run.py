@@ -10,8 +10,6 @@ run goes on. The texts decided that feedback became part of `shrink`, so none is
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -19,17 +17,13 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from transformers import PreTrainedModel
 
-from experiments.block_types import Judge, costs_of, fill, taken_by
+from experiments.block_types import Judge, costs_of, feed, filled, taken_by, written_by_itself
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, read_text, run, show
 from experiments.statements import bullets, quotient, table
-from lyapunov_prune.budget.blocks import BLOCKS
-from lyapunov_prune.budget.cost import TensorCost
-from lyapunov_prune.budget.feedback import DAMPING, fed_forward
+from lyapunov_prune.budget.feedback import DAMPING
 from lyapunov_prune.budget.spend import chosen_types
-from lyapunov_prune.budget.storage import How
-from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
@@ -85,27 +79,20 @@ def main(
         on = reading.measured_on(), judged.measured_on()
         file = HERE / f"{on[0].model.name}-{Path(judged.batch.text).stem}-own.json"
         judges.append(Judge(judged, Feedback((), commit, *on, own=True), file))
-    known = costs_of(dense, reading.batch, peer).of
+    known, own = costs_of(dense, reading.batch, peer).of, written_by_itself(reading)
     weights = sum(dense.model.get_parameter(t.name).numel() for t in known)
     for damping, name in product((None, DAMPING), size or SIZES):
         lacking = [judge for judge in judges if judge.found.find(name, damping) is None]
         if not lacking:
             continue
         room = taken_by(peer / f"imatrix-{name.lower()}.gguf")
-        small = made(reading, known, chosen_types(known, room), damping is not None)
+        pick = chosen_types(known, room)
+        small = filled(dense.model, known, pick)
+        if damping is not None:
+            feed(own, known, pick, small)
         for judge in lacking:
             judge.add(Row(name, damping, 8 * room / weights, ()), small)
     show(written())
-
-
-def made(reading: Reading, known: Sequence[TensorCost], pick: np.ndarray, fed: bool) -> PreTrainedModel:
-    """The model with the types `pick`, with feedback if `fed`."""
-    small = copy.deepcopy(reading.model)
-    fill(small, reading.model, known, pick)
-    if fed:
-        chosen = {t.name: How(t.kinds[k], t.importance) for t, k in zip(known, pick, strict=True)}
-        fed_forward(reading, BLOCKS, chosen, small)
-    return small
 
 
 def written() -> dict[str, str]:
