@@ -118,7 +118,8 @@ class Model:
         self.chosen_on = lp.load_text(text, self.loaded.tokenizer, tokens=TOKENS, context=CONTEXT)
         self.judged_on = lp.load_text(report, self.loaded.tokenizer, tokens=TOKENS, context=CONTEXT, split="all")
         batches = [replace(b, text=Path(b.text).name) for b in (self.judged_on, self.chosen_on)]
-        self.on = "; chosen on ".join(b.measured_on(self.loaded.model).line() for b in batches)
+        lines = [batch.measured_on(self.loaded.model).line().replace(source, self.name) for batch in batches]
+        self.on = "; chosen on ".join(lines)
         self.perplexity = lp.perplexity(self.loaded.model, self.judged_on)
         with Counted() as counted:
             self.plain()
