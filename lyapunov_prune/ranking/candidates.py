@@ -140,12 +140,13 @@ def _added_turns(reading: Reading, gone: Sequence[int], tried: Layers, batch_siz
 
 
 def _growth_cost(cost: SearchCost, remove: int) -> float:
-    """Dense, then from every layer on; at each further step as many trials as there are beside one gap.
+    """Dense, once more and from every layer on; at each further step as many trials as there are beside one gap.
 
     A step passes through the layers that are left, and each of its trials through half of them on the mean.
     """
     first = 2 + (cost.number - 1) / 2
-    return cost.layers * (first + (remove - 1) * (1 + (_RETRIED + 2) / 2)) / _FEW
+    left = 1 - np.arange(1, remove) / cost.number
+    return cost.layers * (first + float(left.sum()) * (1 + (_RETRIED + 2) / 2)) / _FEW
 
 
 def _by_divergence(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
@@ -155,8 +156,8 @@ def _by_divergence(reading: Reading, remove: int, free: Layers, batch_size: int)
 
 # In the order in which they are measured.
 SOURCES: dict[str, Source] = {
-    "rho": Source(lambda cost, remove: cost.layers * (2 + len(_SEEDS)), _by_profile),
     "grown": Source(_growth_cost, _by_growth),
+    "rho": Source(lambda cost, remove: cost.layers * (2 + len(_SEEDS)), _by_profile),
     "kl": Source(lambda cost, remove: (cost.number + 1) * (cost.layers / 2 + cost.head), _by_divergence),
 }
 

@@ -166,8 +166,9 @@ def test_what_a_part_of_a_forward_costs() -> None:
     assert cost.mending((3, 4, 8), 0.25) == pytest.approx(2.0 * (2 * 0.8 + 0.25 * TRIALS * trials))
     # Clean and two seeds, with Block Influence a fourth row.
     assert SOURCES["rho"].cost(cost, 3) == pytest.approx(0.8 * 4)
-    # A quarter of the windows: dense, once more and from every layer on; then twice one pass and four halves.
-    assert SOURCES["grown"].cost(cost, 3) == pytest.approx(0.8 * (2 + 45 / 10 + 2 * 3) / 4)
+    # A quarter of the windows: dense, once more and from every layer on; then of nine and of eight layers one pass and
+    # four halves.
+    assert SOURCES["grown"].cost(cost, 3) == pytest.approx(0.8 * (2 + 45 / 10 + (0.9 + 0.8) * 3) / 4)
     # Dense, and from every layer on: of ten layers nine, eight … none are run, five and a half of eleven on the mean.
     assert SOURCES["kl"].cost(cost, 3) == pytest.approx(11 * (0.8 / 2 + 0.2))
 
