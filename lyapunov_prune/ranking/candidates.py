@@ -26,7 +26,7 @@ from lyapunov_prune.ranking.table import CRITERIA
 Layers = tuple[int, ...]
 _SEEDS = (0, 1)
 _RUNS = (2, 3)
-_FEW = 4  # one window in so many is read for the set that grows
+_FEW = 2  # for the set that grows one window in so many is read, and so great a part of each
 _RETRIED = 2
 _RIDGE = 0.3
 _TINY = 1e-9  # least distance: that of a layer which does nothing is zero, or rounding
@@ -107,7 +107,7 @@ def _by_growth(reading: Reading, remove: int, free: Layers, batch_size: int) -> 
     the neighbours of the layers that are gone, where what a layer adds changes most. No layer is added where each
     leaves no finite state.
     """
-    few = reading.once("few", lambda: replace(reading, batch=reading.batch.take(range(0, len(reading.batch), _FEW))))
+    few = reading.once("few", lambda: _few(reading))
     gone, added = few.once(("grown", free), lambda: (list[int](), np.full(reading.structure.num_layers, np.inf)))
     for step in track(range(len(gone), remove), "layers that turn the final state least"):
         left = tuple(layer for layer in free if layer not in gone)
@@ -118,6 +118,11 @@ def _by_growth(reading: Reading, remove: int, free: Layers, batch_size: int) -> 
             return {}
         gone += least(added[list(tried)], 1, tried)
     return {"grown": tuple(sorted(gone[:remove]))}
+
+
+def _few(reading: Reading) -> Reading:
+    batch = reading.batch.take(range(0, len(reading.batch), _FEW))
+    return replace(reading, batch=replace(batch, ids=batch.ids[:, : max(2, batch.context // _FEW)]))
 
 
 def _added_turns(reading: Reading, gone: Sequence[int], tried: Layers, batch_size: int) -> np.ndarray:
@@ -146,7 +151,7 @@ def _growth_cost(cost: SearchCost, remove: int) -> float:
     """
     first = 2 + (cost.number - 1) / 2
     left = 1 - np.arange(1, remove) / cost.number
-    return cost.layers * (first + float(left.sum()) * (1 + (_RETRIED + 2) / 2)) / _FEW
+    return cost.layers * (first + float(left.sum()) * (1 + (_RETRIED + 2) / 2)) / _FEW**2
 
 
 def _by_divergence(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:

@@ -97,7 +97,7 @@ def test_the_sets_of_measurements_are_those_of_the_rankings(
         for criterion in ("rho", "blend"):
             ranking = lp.rank_layers(profile.pooled(pooling), influence, criterion=criterion, protect=protect)
             wanted[f"{criterion} ({pooling})"] = ranking.plan(2).remove
-    wanted["grown"] = grown(llama, ids[:1], 2, free)
+    wanted["grown"] = grown(llama, ids[::2, : ids.shape[1] // 2], 2, free)
     reading = read(wrap(llama), ids)
     found = {by: s for source in SOURCES.values() for by, s in source.sets(reading, 2, free, 1).items()}
     assert found == wanted
@@ -166,7 +166,7 @@ def test_what_a_part_of_a_forward_costs() -> None:
     assert cost.mending((3, 4, 8), 0.25) == pytest.approx(2.0 * (2 * 0.8 + 0.25 * TRIALS * trials))
     # Clean and two seeds, with Block Influence a fourth row.
     assert SOURCES["rho"].cost(cost, 3) == pytest.approx(0.8 * 4)
-    # A quarter of the windows: dense, once more and from every layer on; then of nine and of eight layers one pass and
+    # A quarter of the tokens: dense, once more and from every layer on; then of nine and of eight layers one pass and
     # four halves.
     assert SOURCES["grown"].cost(cost, 3) == pytest.approx(0.8 * (2 + 45 / 10 + (0.9 + 0.8) * 3) / 4)
     # Dense, and from every layer on: of ten layers nine, eight … none are run, five and a half of eleven on the mean.
