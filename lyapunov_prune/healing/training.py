@@ -93,7 +93,8 @@ class Way:
         with trained(learner, self.rank, self.seed) as parameters, ExitStack() as lighter:
             sizes = update_sizes(learner, parameters)
             run = Distillation(learner, guide, parameters, self.temperature, processes=self.processes, sizes=sizes)
-            if self.narrow:
+            (narrow,) = self.of_main(self.narrow)  # for all: others may have another device
+            if narrow:
                 run.narrow_if_close(window)
                 ((run.narrow, run.change),) = self.of_main((run.narrow, run.change))
             free = (1 - KEPT) * free_memory(str(learner.device))

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, get_args
 
 import numpy as np
+import torch
 
+from lyapunov_prune.forward.dealing import dealt
+from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.forward.states import changed_finals, predicting
+from lyapunov_prune.linalg import lift
 from lyapunov_prune.mending.mend import TRIALS
 from lyapunov_prune.predictions.divergence import skip_divergence
 from lyapunov_prune.profiles.contraction_profile import Pooling
-from lyapunov_prune.profiles.influence import turns_of
 from lyapunov_prune.profiles.profile import profile_layers
 from lyapunov_prune.progress import track
 from lyapunov_prune.ranking.criterion import Scored
@@ -21,6 +26,8 @@ from lyapunov_prune.ranking.table import CRITERIA
 Layers = tuple[int, ...]
 _SEEDS = (0, 1)
 _RUNS = (2, 3)
+_FEW = 2  # for the set that grows one window in so many is read, and so great a part of each
+_RETRIED = 2
 _RIDGE = 0.3
 _TINY = 1e-9  # least distance: that of a layer which does nothing is zero, or rounding
 _LITTLE = 1e-3  # nats; smaller differences of the loss are not told apart
@@ -93,15 +100,58 @@ def _by_profile(reading: Reading, remove: int, free: Layers, batch_size: int) ->
     return sets
 
 
-def _by_anew(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
-    """The set by Block Influence of the pruned model, measured again after every removed layer."""
-    removed = reading.once(("bi anew", free), list[int])
-    for _ in track(range(len(removed), remove), "block influence, after every layer anew"):
-        left = tuple(layer for layer in free if layer not in removed)
-        with reading.prefix.without(removed):
-            influence = turns_of(reading, batch_size)[list(left), 0].mean(-1)
-        removed += least(influence, 1, left)
-    return {"bi anew": tuple(sorted(removed[:remove]))}
+def _by_growth(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
+    """The set that grows by the layer without which the final state turns least, beside those that are gone.
+
+    Every layer is tried once. Then a step tries again the `_RETRIED` that added least to the turn when last tried, and
+    the neighbours of the layers that are gone, where what a layer adds changes most. No layer is added where each
+    leaves no finite state.
+    """
+    few = reading.once("few", lambda: _few(reading))
+    gone, added = few.once(("grown", free), lambda: (list[int](), np.full(reading.structure.num_layers, np.inf)))
+    for step in track(range(len(gone), remove), "layers that turn the final state least"):
+        left = tuple(layer for layer in free if layer not in gone)
+        beside = (layer for layer in left if {layer - 1, layer + 1} & {*gone})
+        tried = tuple(sorted({*least(added[list(left)], _RETRIED, left), *beside})) if step else left
+        added[list(tried)] = _added_turns(few, gone, tried, batch_size)
+        if not np.isfinite(added[list(tried)]).any():
+            return {}
+        gone += least(added[list(tried)], 1, tried)
+    return {"grown": tuple(sorted(gone[:remove]))}
+
+
+def _few(reading: Reading) -> Reading:
+    batch = reading.batch.take(range(0, len(reading.batch), _FEW))
+    return replace(reading, batch=replace(batch, ids=batch.ids[:, : max(2, batch.context // _FEW)]))
+
+
+def _added_turns(reading: Reading, gone: Sequence[int], tried: Layers, batch_size: int) -> np.ndarray:
+    """What each of `tried` adds to the turn of the final state if it goes beside `gone`: a sum over the positions.
+
+    The turn is `1 − cos` of the final states with and without the layers.
+    """
+    changes = [(layer, partial(reading.prefix.without, (layer,))) for layer in tried]
+
+    @torch.no_grad()
+    def turns(first: int, ids: torch.Tensor) -> np.ndarray:
+        dense = reading.once(("final", first), lambda: lift(predicting(final_state(reading.structure, ids))))
+        with reading.prefix.without(gone):
+            before, afters = changed_finals(reading, ids, changes)
+        states = (lift(state) for state in (before, *afters))
+        return np.array([float((1 - torch.cosine_similarity(dense, state, dim=-1)).sum()) for state in states])
+
+    before, *afters = np.sum(dealt(reading, batch_size, turns, ""), axis=0)
+    return np.array(afters) - before
+
+
+def _growth_cost(cost: SearchCost, remove: int) -> float:
+    """Dense, once more and from every layer on; at each further step as many trials as there are beside one gap.
+
+    A step passes through the layers that are left, and each of its trials through half of them on the mean.
+    """
+    first = 2 + (cost.number - 1) / 2
+    left = 1 - np.arange(1, remove) / cost.number
+    return cost.layers * (first + float(left.sum()) * (1 + (_RETRIED + 2) / 2)) / _FEW**2
 
 
 def _by_divergence(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
@@ -111,8 +161,8 @@ def _by_divergence(reading: Reading, remove: int, free: Layers, batch_size: int)
 
 # In the order in which they are measured.
 SOURCES: dict[str, Source] = {
+    "grown": Source(_growth_cost, _by_growth),
     "rho": Source(lambda cost, remove: cost.layers * (2 + len(_SEEDS)), _by_profile),
-    "bi anew": Source(lambda cost, remove: cost.layers * remove * (1 - (remove - 1) / 2 / cost.number), _by_anew),
     "kl": Source(lambda cost, remove: (cost.number + 1) * (cost.layers / 2 + cost.head), _by_divergence),
 }
 

@@ -261,8 +261,10 @@ def test_forwards_are_those_that_were_run(many: torch.Tensor, monkeypatch: pytes
         after = LAYERS - job.first - len(job.remove)
         swept += after / LAYERS
         spent += (share * after / LAYERS + (1 - share)) * (job.tokens or context) / context
-    measured = (found.forwards - spent) * PART  # rho, and whatever else was not left out
-    assert measured == pytest.approx(share * 4 + ("bi anew" not in found.left_out) * share * (2 - 1 / LAYERS))
+    cost, sources = candidates.SearchCost(share, LAYERS, 1.0), candidates.SOURCES.items()
+    measured = [source.cost(cost, REMOVE) for name, source in sources if name not in found.left_out]
+    assert (found.forwards - spent) * PART == pytest.approx(sum(measured))
+    assert "grown" not in found.left_out
     assert {len(job.remove) for job in jobs.values() if job.tokens} == {0, REMOVE}
     calls = computed(model)
     with Sweep(model, many[CHECKED]) as sweep:
@@ -319,12 +321,12 @@ def test_searches_of_one_reading_measure_once_and_find_what_each_finds_alone(
         monkeypatch.setattr(where, name, count)
 
     counted(module, "angular_distance")
-    for name in ("profile_layers", "skip_divergence", "turns_of"):
+    for name in ("profile_layers", "skip_divergence", "_added_turns"):
         counted(candidates, name)
     reading = read(wrap(model), many)
     together = [best_removal(model, reading, count, search=40) for count in (1, 3, 2)]
     assert [found.to_json() for found in together] == [found.to_json() for found in alone]
-    assert calls == {"angular_distance": 1, "profile_layers": 1, "skip_divergence": 1, "turns_of": 3}
+    assert calls == {"angular_distance": 1, "profile_layers": 1, "skip_divergence": 1, "_added_turns": 3}
     assert not any("kl" in found.left_out for found in together)
 
 

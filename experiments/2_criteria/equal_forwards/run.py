@@ -2,7 +2,8 @@
 
     python experiments/2_criteria/equal_forwards/run.py [--model MODEL] [--text FILE] [--search 5] [--beside SLEB]
 
-All choose on one half of a text, and each may spend --search forwards of the check windows of `best`. A greedy search
+All choose on one half of a text, and each may spend as many forwards of the check windows of `best` as it does at the
+least --search. A greedy search
 leaves out one unit at a time, the one without which the model is best, tried beside all that are gone: SLEB a layer by
 the loss, BlockPruner an attention or an MLP by the loss until as many parameters are gone, and the third a layer by the
 KL from the dense model. What is left of the budget is shared out over the steps that remain, so it says how many tokens
@@ -13,7 +14,6 @@ MODEL-TEXT.json beside this file; finished greedy searches are kept, for another
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -42,10 +42,9 @@ from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
-LONGER = importlib.import_module("experiments.2_criteria.best.run")
 BEST = "`best`"
 FEW = 16  # tokens that a step reads at least
-LONG = ("model, text", "forwards", "removed", "loss, nats", "forwards then", "removed then", "loss then", "change")
+LONG = ("model, text", *2 * ("forwards", "removed", "loss, nats"), "the fewer over the more")
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +89,7 @@ def main(
     tokens: int = 4096,
     context: int = 512,
     remove: Annotated[float, typer.Option(help="share of the layers")] = 0.25,
-    search: Annotated[list[float], typer.Option(help="forwards that best may spend")] = [5.0],  # noqa: B006
+    search: Annotated[list[float], typer.Option(help="forwards that best may spend")] = [5.0, 20.0],  # noqa: B006
     beside: Annotated[list[str], typer.Option(help="greedy searches")] = ["SLEB", "greedy by KL", "BlockPruner"],  # noqa: B006
 ) -> None:
     asked = partial(measure, remove=remove, searches=search, beside=beside)
@@ -108,13 +107,13 @@ def measure(given: Inputs, remove: float, searches: Sequence[float], beside: Seq
     parts = [(block,) for block in blocks]
     about = {"texts": encode(given.origins), "remove": count}
     with Store(given.jobs / "equal-forwards", "equal forwards", about) as store:
-        for search in searches:
+        for search in sorted(searches):
             best = best_removal(decoder, reading, count, search=search, folder=given.jobs)
             gone = [block for layer in best.remove for block in layers[layer]]
             seen = checking.batch.ids[:, : checking.batch.ids.shape[1] // PART].numel(), checking.batch.ids.numel()
             target = _share(gone)
             found.append(chosen(BEST, search, best.forwards, seen, gone, judged))
-            for way in beside:
+            for way in beside if search == min(searches) else ():
                 units, score = (parts if way == "BlockPruner" else layers), WAYS[way]
                 key = f"{way}, {search:g} forwards"
                 if key not in store:
@@ -247,19 +246,16 @@ def written() -> dict[str, str]:
 
 
 def _longer(result: EqualForwards) -> list[tuple[object, ...]]:
-    """Each choice of `best` beside that of the experiment `best`, which had more forwards, on the same windows."""
-    text = result.measured_on.text_hash
-    earlier = next((e for e in LONGER.BestOnOneText.all(LONGER.HERE) if e.measured_on.text_hash == text), None)
-    rows: list[tuple[object, ...]] = []
-    for each in result.chosen:
-        if each.way == BEST and earlier is not None:
-            other, loss = earlier.of("best", len(each.attentions)), float(each.windows.mean())
-            share = loss / float(other.windows.mean()) - 1
-            own = (result.name, each.forwards, runs(each.attentions), loss)
-            rows.append(
-                (*own, other.forwards, runs(other.removed), float(other.windows.mean()), percent(round(share, 4) + 0.0))
-            )
-    return rows
+    """The choice of `best` by few forwards beside the one by many."""
+    few, *more = (each for each in result.chosen if each.way == BEST)
+    return [
+        (
+            result.name,
+            *(cell for each in (few, many) for cell in (each.forwards, runs(each.attentions), each.windows.mean())),
+            percent(round(float(few.windows.mean() / many.windows.mean()) - 1, 4) + 0.0),
+        )
+        for many in more
+    ]
 
 
 def _beside_best(result: EqualForwards) -> list[tuple[Chosen, Chosen]]:
