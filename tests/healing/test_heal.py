@@ -368,10 +368,10 @@ def test_a_killed_run_goes_on_to_the_same_end(ids: torch.Tensor, tmp_path: Path)
     """kill -9 at growing delays after a state appears: in the middle of steps, of writing, of deleting."""
     context, kills = multiprocessing.get_context("fork"), 0
     while True:
-        before = set(tmp_path.rglob("step-*"))
+        before = set(tmp_path.glob("*/step-*"))
         process = context.Process(target=child, args=(tmp_path, ids))
         process.start()
-        while process.is_alive() and set(tmp_path.rglob("step-*")) <= before:
+        while process.is_alive() and set(tmp_path.glob("*/step-*")) <= before:
             process.join(0.0005)
         process.join(0.004 * kills)
         process.kill()
