@@ -14,9 +14,9 @@ from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.states import changed_finals, predicting
-from lyapunov_prune.linalg import lift
 from lyapunov_prune.mending.mend import TRIALS
 from lyapunov_prune.predictions.divergence import skip_divergence
+from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.profiles.contraction_profile import Pooling
 from lyapunov_prune.profiles.profile import profile_layers
 from lyapunov_prune.progress import track
@@ -113,10 +113,10 @@ def _by_growth(reading: Reading, remove: int, free: Layers, batch_size: int) -> 
         left = tuple(layer for layer in free if layer not in gone)
         beside = (layer for layer in left if {layer - 1, layer + 1} & {*gone})
         tried = tuple(sorted({*least(added[list(left)], _RETRIED, left), *beside})) if step else left
-        added[list(tried)] = _added_turns(few, gone, tried, batch_size)
-        if not np.isfinite(added[list(tried)]).any():
+        turns = added[list(tried)] = _added_turns(few, gone, tried, batch_size)
+        if not np.isfinite(turns).any():
             return {}
-        gone += least(added[list(tried)], 1, tried)
+        gone += least(turns, 1, tried)
     return {"grown": tuple(sorted(gone[:remove]))}
 
 
@@ -134,11 +134,10 @@ def _added_turns(reading: Reading, gone: Sequence[int], tried: Layers, batch_siz
 
     @torch.no_grad()
     def turns(first: int, ids: torch.Tensor) -> np.ndarray:
-        dense = reading.once(("final", first), lambda: lift(predicting(final_state(reading.structure, ids))))
+        dense = reading.once(("final", first), lambda: predicting(final_state(reading.structure, ids)))
         with reading.prefix.without(gone):
             before, afters = changed_finals(reading, ids, changes)
-        states = (lift(state) for state in (before, *afters))
-        return np.array([float((1 - torch.cosine_similarity(dense, state, dim=-1)).sum()) for state in states])
+        return np.array([float(turn(dense, state)[0].sum()) for state in (before, *afters)])
 
     before, *afters = np.sum(dealt(reading, batch_size, turns, ""), axis=0)
     return np.array(afters) - before

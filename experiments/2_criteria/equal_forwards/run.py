@@ -3,13 +3,12 @@
     python experiments/2_criteria/equal_forwards/run.py [--model MODEL] [--text FILE] [--search 5] [--beside SLEB]
 
 All choose on one half of a text, and each may spend as many forwards of the check windows of `best` as it does at the
-least --search. A greedy search
-leaves out one unit at a time, the one without which the model is best, tried beside all that are gone: SLEB a layer by
-the loss, BlockPruner an attention or an MLP by the loss until as many parameters are gone, and the third a layer by the
-KL from the dense model. What is left of the budget is shared out over the steps that remain, so it says how many tokens
-a step reads: the beginnings of as few windows as hold them, a quarter of each at most. A trial is counted from its
-layer on, as those of `best` are. The models without what was chosen are scored on the other half of the text. Writes
-MODEL-TEXT.json beside this file; finished greedy searches are kept, for another `best`.
+least --search. A greedy search leaves out one unit at a time, the one without which the model is best, tried beside all
+that are gone: SLEB a layer by the loss, BlockPruner an attention or an MLP by the loss until as many parameters are
+gone, and the third a layer by the KL from the dense model. What is left of the budget is shared out over the steps that
+remain, so it says how many tokens a step reads: the beginnings of as few windows as hold them, a quarter of each at
+most. A trial is counted from its layer on, as those of `best` are. The models without what was chosen are scored on the
+other half of the text. Writes MODEL-TEXT.json beside this file; finished greedy searches are kept, for another `best`.
 """
 
 from __future__ import annotations
