@@ -20,7 +20,6 @@ from lyapunov_prune.budget.blocks import BLOCKS
 from lyapunov_prune.budget.cost import TensorCost, costs
 from lyapunov_prune.budget.feedback import fed_forward
 from lyapunov_prune.budget.fisher import matrices_of
-from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.gguf_header import read_header
@@ -105,12 +104,6 @@ def filled(dense: PreTrainedModel, known: Sequence[TensorCost], pick: np.ndarray
     small = copy.deepcopy(dense)
     fill(small, dense, known, pick)
     return small
-
-
-def written_by_itself(reading: Reading) -> Reading:
-    """Of as many tokens as `reading` has, written by the model: what `shrink` takes the Gram matrices of."""
-    windows, context = reading.batch.ids.shape
-    return read(reading.decoder, self_generated(reading.decoder, tokens=windows * context, context=context))
 
 
 def feed(own: Reading, known: Sequence[TensorCost], pick: np.ndarray, small: PreTrainedModel) -> None:

@@ -19,7 +19,8 @@ from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.second_order import inverse_factor
 from lyapunov_prune.forward.dealing import dealt, summed
 from lyapunov_prune.forward.hooks import Enough
-from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.forward.own_text import self_generated
+from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
@@ -59,6 +60,16 @@ def fed_back(
 
     P, Q = map(torch.cat, zip(*in_parts(W, part), strict=True))
     return P, Q
+
+
+def written_by_itself(reading: Reading, seed: int = 0) -> Reading:
+    """As many windows and tokens as `reading` has, written by the model: those of one text gain less on others.
+
+    Raises as `self_generated`, for a model that names no token to begin with.
+    """
+    windows, context = reading.batch.ids.shape
+    own = self_generated(reading.decoder, tokens=windows * context, context=context, seed=seed)
+    return read(reading.decoder, own)
 
 
 @torch.no_grad()

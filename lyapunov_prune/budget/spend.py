@@ -18,7 +18,7 @@ from lyapunov_prune.allocation.knapsack import cheapest
 from lyapunov_prune.arguments import Seed
 from lyapunov_prune.budget.blocks import BLOCKS
 from lyapunov_prune.budget.cost import TensorCost, costs
-from lyapunov_prune.budget.feedback import fed_forward
+from lyapunov_prune.budget.feedback import fed_forward, written_by_itself
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.budget.measured import corrected
 from lyapunov_prune.budget.schemes import Schemes
@@ -30,7 +30,6 @@ from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.judging import compare, require_windows
 from lyapunov_prune.evaluation.perplexity import ratio_of
 from lyapunov_prune.evaluation.sizes import SizesTried
-from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import Decoder, runs_model
 from lyapunov_prune.models.ggml import WIDE
@@ -196,16 +195,11 @@ def _cheapest(write: Callable[..., _Made], found: list[TensorCost], room: int) -
 def _fed(
     write: Callable[..., _Made], storage: Storage, reading: Reading, made: _Made, seed: int
 ) -> tuple[_Made, float | None]:
-    """`made`, or the same types with feedback if its KL is smaller, and the KL with feedback over that without.
-
-    The feedback is by as many tokens as `reading` has, written by the model itself: those of one text gain less on
-    others.
-    """
-    before, (windows, context) = float(made.kl.mean()), reading.batch.ids.shape
+    """`made`, or the same types with feedback if its KL is smaller, and the KL with feedback over that without."""
+    before = float(made.kl.mean())
     try:
-        own = self_generated(reading.decoder, tokens=windows * context, context=context, seed=seed)
-        rounded = copy.deepcopy(made.rounded.decoder.model)
-        chosen = fed_forward(read(reading.decoder, own), storage, made.chosen, rounded)
+        own = written_by_itself(reading, seed)
+        chosen = fed_forward(own, storage, made.chosen, copy.deepcopy(made.rounded.decoder.model))
     except LyapunovPruneError as why:
         warn(f"written without feedback: {why}")
         return made, None

@@ -40,11 +40,11 @@ from experiments.block_types import (
     filled,
     mean_squares,
     taken_by,
-    written_by_itself,
 )
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, draw, read_text, run, show
 from experiments.statements import bullets, quotient, short, table
 from lyapunov_prune.budget.cost import TensorCost
+from lyapunov_prune.budget.feedback import written_by_itself
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.budget.spend import chosen_types
 from lyapunov_prune.export.gguf_whole import header_values, rounded_pieces
@@ -152,10 +152,11 @@ def main(
             continue
         room, fed = mix.bytes if mix else taken_by(file), None
         if by in known:
-            small, taken, predicted = spent(dense, known[by].of, room)
+            small, taken, predicted = spent(dense, known[by].of, chosen_types(known[by].of, room))
         elif by == FED:
-            small, taken, predicted = spent(dense, known[OURS].of, room)
-            fed = feedback.given(known[OURS].of, room, small)
+            pick = chosen_types(known[OURS].of, room)
+            small, taken, predicted = spent(dense, known[OURS].of, pick)
+            fed = feedback.given(known[OURS].of, pick, small)
         else:
             small, taken, predicted = lp.load(file, device=model.device, dtype="float32").model, taken_by(file), None
         for judge in lacking:
@@ -201,10 +202,10 @@ class Feedback:
                 own.model(ids, use_cache=False)
         return own, wrote - start, time.process_time() - wrote
 
-    def given(self, known: Sequence[TensorCost], room: int, small: PreTrainedModel) -> Fed:
-        """`small`, the model of `spent`, gets feedback if that has the smaller KL."""
+    def given(self, known: Sequence[TensorCost], pick: np.ndarray, small: PreTrainedModel) -> Fed:
+        """`small`, that has the types `pick`, gets feedback if that has the smaller KL."""
         own, wrote, forward = self.own
-        pick, before = chosen_types(known, room), float(divergence(self.decides, small).mean())
+        before = float(divergence(self.decides, small).mean())
         start = time.process_time()
         feed(own, known, pick, small)
         seconds, after = time.process_time() - start, float(divergence(self.decides, small).mean())
@@ -214,9 +215,8 @@ class Feedback:
 
 
 @torch.no_grad()
-def spent(dense: Decoder, known: Sequence[TensorCost], room: int) -> tuple[PreTrainedModel, int, float]:
-    """The model with the types of least cost within `room` bytes, what they take, and what they cost."""
-    pick = chosen_types(known, room)
+def spent(dense: Decoder, known: Sequence[TensorCost], pick: np.ndarray) -> tuple[PreTrainedModel, int, float]:
+    """The model with the types `pick`, the bytes that they take, and what they cost."""
     pairs = list(zip(known, pick, strict=True))
     return (
         filled(dense.model, known, pick),

@@ -18,10 +18,10 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from experiments.block_types import Judge, costs_of, feed, filled, taken_by, written_by_itself
+from experiments.block_types import Judge, costs_of, feed, filled, taken_by
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, read_text, run, show
 from experiments.statements import bullets, quotient, table
-from lyapunov_prune.budget.feedback import DAMPING
+from lyapunov_prune.budget.feedback import DAMPING, written_by_itself
 from lyapunov_prune.budget.spend import chosen_types
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.results.result import MeasuredOn, Result
