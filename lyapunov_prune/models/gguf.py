@@ -6,12 +6,14 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
+import gguf
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -133,7 +135,7 @@ def _dequantise(path: Path) -> Decoder:
     """The model in a GGUF file in float32; dequantising in a narrower dtype would round more than once."""
     header = read_header(path)
     _ = header.layers  # a count that the tensors deny is refused before transformers makes a setting for each
-    with _temporary_folder() as nothing:
+    with _temporary_folder() as nothing, _parsed_once():
         # In an empty folder, because transformers would take the tokenizer of whatever lies beside the file; by an
         # absolute path, because it would prefer a file of the same name in the current folder.
         source = {"gguf_file": str(path.absolute())}
@@ -142,12 +144,20 @@ def _dequantise(path: Path) -> Decoder:
         read_settings(header, config)
         require_held(AutoModelForCausalLM, config, sum(prod(tensor.dims) for tensor in header.tensors), path)
         loaded = load_whole(path, nothing, source, {"dtype": torch.float32, "device_map": "cpu", "config": config})
-    require_used(header, loaded.model)
+        require_used(header, loaded.model)
     keep_history(loaded.model, stored_history(header))
     # The weights are dense now; save_pretrained refuses while these are set.
     loaded.model.config.__dict__.pop("quantization_config", None)
     loaded.model.__dict__.pop("hf_quantizer", None)
     return loaded
+
+
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Within the block transformers parses a file once, not three times, and makes one map of names for all modules."""
+    reader, names = cache(gguf.GGUFReader), cache(gguf.get_tensor_name_map)
+    with patch.object(gguf, "GGUFReader", reader), patch.object(gguf, "get_tensor_name_map", names):
+        yield
 
 
 def stored_history(header: Header) -> History:
