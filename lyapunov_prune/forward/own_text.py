@@ -22,6 +22,7 @@ from lyapunov_prune.results.store import Store
 
 # Different seeds, so that calibration and evaluation texts differ.
 _SEEDS = {"calibration": 0, "all": 0, "evaluation": 1}
+AT_ONCE = 32  # windows: a step reads all weights once, however many windows it is for
 
 
 def written_by(
@@ -40,7 +41,7 @@ def self_generated(
     context: Annotated[int, Range(2)] = 256,
     seed: Seed = 0,
     temperature: Positive = 1.0,
-    batch_size: Count = 16,
+    batch_size: Count = AT_ONCE,
     folder: str | Path | None = None,
 ) -> TokenBatch:
     """Windows written by `model`: its BOS token, then tokens drawn from `softmax(logits / temperature)`.

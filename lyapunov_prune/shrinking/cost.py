@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks
-from lyapunov_prune.forward.own_text import self_generated
+from lyapunov_prune.forward.own_text import AT_ONCE, self_generated
 from lyapunov_prune.healing.heal import STEPS
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.size import model_size
@@ -24,7 +24,6 @@ from lyapunov_prune.shrinking.texts import Texts
 
 _STEP = 5  # a step of distillation in forwards: one of the teacher, one of the student, and the backward pass
 _SAVED = 1e8  # bytes per second, written and read back
-_WRITES = 16  # windows that a model generates at once
 TASK = "answering the task"
 LOW_RANK = 16  # rank of the healing updates in half precision, or if the optimizer does not fit
 
@@ -79,9 +78,9 @@ def writing_seconds(model: PreTrainedModel, windows: int, context: int) -> float
     """The seconds in which `model` generates a text, estimated from a few tokens."""
     few = min(8, context)
     began = time.perf_counter()
-    self_generated(model, tokens=_WRITES * few, context=few, batch_size=_WRITES)
+    self_generated(model, tokens=AT_ONCE * few, context=few)
     step = (time.perf_counter() - began) / (few - 1)
-    return step * (context - 1) * -(-windows // _WRITES)
+    return step * (context - 1) * -(-windows // AT_ONCE)
 
 
 def answering_seconds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *halves: Task) -> float:
