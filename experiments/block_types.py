@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from lyapunov_prune.budget.blocks import BLOCKS
 from lyapunov_prune.budget.cost import TensorCost, costs
-from lyapunov_prune.budget.feedback import fed_forward
+from lyapunov_prune.budget.feedback import OwnText, fed_forward
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import Decoder, wrap
@@ -106,7 +106,7 @@ def filled(dense: PreTrainedModel, known: Sequence[TensorCost], pick: np.ndarray
     return small
 
 
-def feed(own: Reading, known: Sequence[TensorCost], pick: np.ndarray, small: PreTrainedModel) -> None:
+def feed(own: OwnText, known: Sequence[TensorCost], pick: np.ndarray, small: PreTrainedModel) -> None:
     """`small`, that has the types `pick`, becomes what they are with feedback by the text of `own`."""
     fed_forward(own, BLOCKS, {t.name: How(t.kinds[k], t.importance) for t, k in zip(known, pick, strict=True)}, small)
 

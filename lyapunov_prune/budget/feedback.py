@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,7 @@ from lyapunov_prune.calibration.gram import damped
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.second_order import inverse_factor
-from lyapunov_prune.forward.dealing import dealt, summed
-from lyapunov_prune.forward.hooks import Enough
+from lyapunov_prune.forward.dealing import summed
 from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.hooked import hooked
@@ -62,21 +61,39 @@ def fed_back(
     return P, Q
 
 
-def written_by_itself(reading: Reading, seed: int = 0) -> Reading:
+@dataclass(frozen=True, eq=False)
+class OwnText:
+    """A text that a model wrote, and the Gram matrix (float64) of what its head was given meanwhile."""
+
+    reading: Reading
+    head: torch.Tensor
+
+
+def written_by_itself(reading: Reading, seed: int = 0) -> OwnText:
     """As many windows and tokens as `reading` has, written by the model: those of one text gain less on others.
 
     Raises as `self_generated`, for a model that names no token to begin with.
     """
     windows, context = reading.batch.ids.shape
-    own = self_generated(reading.decoder, tokens=windows * context, context=context, seed=seed)
-    return read(reading.decoder, own)
+    head: Any = reading.model.get_output_embeddings()
+    width = 0 if head is None else head.weight.shape[1]
+    gram = torch.zeros(width, width, dtype=torch.float64, device=reading.model.device)
+
+    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0][:, -1].double()
+        gram.addmm_(x.T, x)
+
+    with hooked(before=[] if head is None else [(head, add)]):
+        own = self_generated(reading.decoder, tokens=windows * context, context=context, seed=seed)
+    summed(reading.model, gram)
+    return OwnText(read(reading.decoder, own), gram)
 
 
 @torch.no_grad()
-def fed_forward(reading: Reading, storage: Storage, chosen: Chosen, rounded: PreTrainedModel) -> Chosen:
+def fed_forward(own: OwnText, storage: Storage, chosen: Chosen, rounded: PreTrainedModel) -> Chosen:
     """`chosen` with what the matrices of the layers and the head are to be rounded from (`fed_back`).
 
-    `H` is the Gram matrix of a matrix's inputs on the reading's tokens, with `DAMPING` times their mean energy on the
+    `H` is the Gram matrix of a matrix's inputs on the tokens of `own`, with `DAMPING` times their mean energy on the
     diagonal. That of the head is of the model's own states, those of a layer with what is before it written already:
     `rounded`, a copy of the model that is rounded as `chosen`, becomes what is to be written. A head that is the
     embedding too moves both. Experts, embeddings by themselves, and types whose blocks are one number or a whole row
@@ -84,7 +101,7 @@ def fed_forward(reading: Reading, storage: Storage, chosen: Chosen, rounded: Pre
 
     Raises as `calibration.streaming.stream`.
     """
-    dense, found = reading.model, dict(chosen)
+    dense, found = own.reading.model, dict(chosen)
 
     def feeds(name: str) -> bool:
         return name in chosen and 1 < storage.block(chosen[name].kind) < dense.get_parameter(name).shape[1]
@@ -103,34 +120,14 @@ def fed_forward(reading: Reading, storage: Storage, chosen: Chosen, rounded: Pre
                 assert gram is not None
                 feed(name, gram)
 
-    head: Any = dense.get_output_embeddings()
-    for name in [name for name, p in dense.named_parameters() if p is getattr(head, "weight", None) and feeds(name)]:
-        feed(name, _gram(reading, head))
+    head = getattr(dense.get_output_embeddings(), "weight", None)
+    for name in [name for name, p in dense.named_parameters() if p is head and feeds(name)]:
+        feed(name, own.head)
     projections: dict[str, Projection] = {}
-    for p in find_projections(reading.decoder):
+    for p in find_projections(own.reading.decoder):
         name = f"{p.module}.{p.parameter}"
         if feeds(name) and not (p.stack or p.transposed):
             projections.setdefault(name, p)  # the parts of a fused matrix read one input
     if projections:
-        stream(rounded, reading.batch, list(projections.values()), "gram", change)
+        stream(rounded, own.reading.batch, list(projections.values()), "gram", change)
     return found
-
-
-def _gram(reading: Reading, head: Any) -> torch.Tensor:
-    """`Σ_t x_t x_tᵀ` of what `head` is given, float64; a forward ends there, without logits."""
-    width = head.weight.shape[1]
-    gram = torch.zeros(width, width, dtype=torch.float64, device=head.weight.device)
-
-    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0].flatten(0, -2).double()
-        gram.addmm_(x.T, x)
-        raise Enough
-
-    def run(number: int, ids: torch.Tensor) -> None:
-        with suppress(Enough):
-            reading.model(ids, use_cache=False)
-
-    with hooked(before=[(head, add)]):
-        dealt(reading, 1, run, "states")
-    summed(reading.model, gram)
-    return gram

@@ -11,11 +11,12 @@ from helpers import VOCABULARY, make_tiny, make_tokenizer
 from transformers import PreTrainedModel
 
 from lyapunov_prune.budget.blocks import BLOCKS
-from lyapunov_prune.budget.feedback import fed_back, fed_forward
+from lyapunov_prune.budget.feedback import fed_back, fed_forward, written_by_itself
 from lyapunov_prune.budget.schemes import DENSE, Schemes
 from lyapunov_prune.budget.storage import Storage
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.export.packed import Scheme
+from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.ggml import Kind, dequantised, quantised
@@ -85,10 +86,19 @@ def test_what_is_written_is_what_the_later_layers_were_given(storage: str, tmp_p
     }
     target = tmp_path / ("x.gguf" if storage == "file" else "x")
     plain = where.made(reading.decoder, make_tokenizer(), target, chosen).decoder.model
-    found = fed_forward(reading, where, chosen, plain)
+    found = fed_forward(written_by_itself(reading), where, chosen, plain)
     assert all((how.given is None) == any(each in name for each in wide) for name, how in found.items())
     made = where.made(reading.decoder, make_tokenizer(), target, found).decoder.model
     for name, p in matrices.items():
         assert torch.equal(made.get_parameter(name), plain.get_parameter(name))
         assert not torch.equal(made.get_parameter(name), p)
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+
+def test_the_inputs_of_the_head_are_those_of_a_forward_of_the_text_that_it_wrote() -> None:
+    _, reading = model_and_reading()
+    own = written_by_itself(reading, seed=3)
+    assert own.reading.batch.ids.shape == reading.batch.ids.shape
+    with torch.no_grad():
+        states = final_state(reading.structure, own.reading.batch.ids)[:, :-1].flatten(0, 1).double()
+    torch.testing.assert_close(own.head, states.T @ states, rtol=1e-4, atol=1e-4)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from lyapunov_prune.budget import cost
 from lyapunov_prune.budget.blocks import BLOCKS
+from lyapunov_prune.budget.feedback import OwnText
 from lyapunov_prune.budget.fisher import fisher, matrices_of
 from lyapunov_prune.budget.size import bytes_for
 from lyapunov_prune.budget.spend import spend
@@ -29,7 +30,7 @@ from lyapunov_prune.evaluation.llama_cpp import installed
 from lyapunov_prune.export import llama_cpp
 from lyapunov_prune.export.format import Quantisation
 from lyapunov_prune.export.gguf_whole import write_gguf
-from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.ggml import Kind
 from lyapunov_prune.models.gguf import read_gguf
@@ -232,8 +233,8 @@ def test_feedback_stays_if_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def impossible(*args: object) -> Chosen:
         raise LyapunovPruneError("no token reaches it")
 
-    def zeros(reading: Reading, storage: Storage, chosen: Chosen, *others: object) -> Chosen:
-        blank = {name: torch.zeros_like(p) for name, p in reading.model.named_parameters() if name in chosen}
+    def zeros(own: OwnText, storage: Storage, chosen: Chosen, *others: object) -> Chosen:
+        blank = {name: torch.zeros_like(p) for name, p in own.reading.model.named_parameters() if name in chosen}
         return {name: how._replace(given=blank[name]) for name, how in chosen.items()}
 
     for name, feedback in {"fed": module.fed_forward, "impossible": impossible, "zeros": zeros}.items():

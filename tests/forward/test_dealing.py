@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from lyapunov_prune.budget.blocks import BLOCKS
-from lyapunov_prune.budget.feedback import fed_forward
+from lyapunov_prune.budget.feedback import fed_forward, written_by_itself
 from lyapunov_prune.budget.fisher import fisher, matrices_of
 from lyapunov_prune.calibration.downstream import token_weights
 from lyapunov_prune.calibration.gathering import input_norms
@@ -76,7 +76,7 @@ def measured(folder: Path) -> dict[str, Callable[[], Any]]:
         large, small = (make_tiny("llama", intermediate_size=64) for _ in range(2))  # two blocks in a row of Q4_0
         types = {n: How(Kind.Q4_0, np.ones(64)) for n, p in large.named_parameters() if p.shape[1:] == (64,)}
         assert types
-        fed_forward(read(wrap(large), ids), BLOCKS, types, small)
+        fed_forward(written_by_itself(read(wrap(large), ids)), BLOCKS, types, small)
         return named(small.state_dict())
 
     def streamed() -> dict[str, Any]:

@@ -44,7 +44,7 @@ from experiments.block_types import (
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, draw, read_text, run, show
 from experiments.statements import bullets, quotient, short, table
 from lyapunov_prune.budget.cost import TensorCost
-from lyapunov_prune.budget.feedback import written_by_itself
+from lyapunov_prune.budget.feedback import OwnText, written_by_itself
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.budget.spend import chosen_types
 from lyapunov_prune.export.gguf_whole import header_values, rounded_pieces
@@ -192,14 +192,14 @@ class Feedback:
         self.reading, self.decides = reading, decides
 
     @cached_property
-    def own(self) -> tuple[Reading, float, float]:
+    def own(self) -> tuple[OwnText, float, float]:
         """The text that the model writes, the seconds of the processor that took, and those of a forward of it."""
         start = time.process_time()
         own = written_by_itself(self.reading)
         wrote = time.process_time()
         with torch.no_grad():
-            for ids in own.windows(1):
-                own.model(ids, use_cache=False)
+            for ids in own.reading.windows(1):
+                own.reading.model(ids, use_cache=False)
         return own, wrote - start, time.process_time() - wrote
 
     def given(self, known: Sequence[TensorCost], pick: np.ndarray, small: PreTrainedModel) -> Fed:
@@ -259,6 +259,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "median": "; ".join(_median(rows, name) for name in dict.fromkeys(r.model for r in rows)),
         "feedback": "; ".join(_feedback(rows, name) for name in dict.fromkeys(r.model for r in rows if _fed(r))),
         "predicted": _predicted(rows),
+        "predicted_there": _predicted_there(rows),
         "importances": _importances(results(CHOOSING)),
         "layers": _layers(rows),
     }
@@ -359,9 +360,19 @@ def _feedback(rows: Sequence[Bytes], name: str) -> str:
 
 
 def _predicted(rows: Sequence[Bytes]) -> str:
-    """How far the prediction is from what was measured, from `BITS` a weight on."""
-    ours = [b for r in rows for _, b in _pairs(r) if b.bits >= BITS and b.predicted]
-    off = [b.predicted / b.mean - 1 for b in ours if b.predicted]
+    """How far the prediction is from what was measured on the texts to report on."""
+    return _off([(b, b.mean) for r in rows for _, b in _pairs(r)])
+
+
+def _predicted_there(rows: Sequence[Bytes]) -> str:
+    """The same on the other half of the text that the costs were measured on, for every file once."""
+    files = {(r.model, b.size): (b, b.fed.without) for r in rows for _, b in _fed(r) if b.fed}
+    return _off(list(files.values()))
+
+
+def _off(pairs: Sequence[tuple[Row, float]]) -> str:
+    """By how much the prediction differs from the KL beside a row, from `BITS` a weight on."""
+    off = [row.predicted / kl - 1 for row, kl in pairs if row.bits >= BITS and row.predicted]
     return f"{100 * min(off):+.0f} to {100 * max(off):+.0f} % on {len(off)} files" if off else "not measured"
 
 
