@@ -87,8 +87,8 @@ class Spent(Result):
 
     @property
     def predicted(self) -> float:
-        """KL in nats a token, to second order: the sum of the matrices' costs."""
-        return float(self.cost.sum())
+        """KL in nats a token: the sum of the matrices' costs, to second order, times `fed` if that is below 1."""
+        return float(self.cost.sum()) * min(1.0, self.fed or 1.0)
 
     @property
     def measured(self) -> Comparison:
@@ -133,11 +133,11 @@ class Spent(Result):
         if self.fed is not None:
             kept = "" if self.fed < 1 else "; left out"
             lines.append(f"Feedback, by which later columns make up for earlier ones: KL × {self.fed:.3g}{kept}")
-        if (half := np.flatnonzero(self.frontier.best <= self.predicted / 2)).size:
+        if (half := np.flatnonzero(self.frontier.best <= self.cost.sum() / 2)).size:
             rows, at = self.frontier, half[self.frontier.bytes[half].argmin()]
             lines.append(
                 f"{rows.bits[at]:.3g} bits a weight ({rows.bytes[at] / 1e6:.4g} MB of matrices) would lose half of "
-                f"that or less: {rows.best[at]:.3g} predicted"
+                "that or less"
             )
         if self.rounded_before and (again := int(np.count_nonzero(self.cost))):
             lines.append(
