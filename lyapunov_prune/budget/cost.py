@@ -19,7 +19,7 @@ from lyapunov_prune.forward.reading import Reading
 
 T = TypeVar("T")
 _AT_ONCE = 2**20  # numbers rounded at once
-_SAMPLED = 2**18  # numbers of a matrix that are rounded for its costs
+_SAMPLED = 2**17  # numbers of a matrix that are rounded for its costs
 _FLOOR = 1e-6  # of the mean importance: a block whose columns all have none would have no scale
 
 
