@@ -1,19 +1,20 @@
 """What a user waits for: whole commands beside the arithmetic of their forwards, and beside other tools' removals.
 
     python benchmarks/whole.py --text A.txt --report B.txt [--model MODEL ...] [--peers PYTHON]
-        [--llm-drop FOLDER PYTHON] [--only WORD ...]
+        [--llm-drop FOLDER PYTHON] [--only WORD ...] [--before CHECKOUT]
 
 Every command and every tool is a process of its own on one folder in float32, and its time is that of the processor,
 imports and loading among it. A command's matrix products are counted while it runs (those of a backward too) and held
 against plain forwards, run before and after it. A quarter of the layers goes; A chooses, B tells the perplexity. The
-first PYTHON has optipfair and mergekit. Each row goes into whole.json beside this file once it is measured. One that is
-there is not measured again.
+first PYTHON has optipfair and mergekit. CHECKOUT is a work tree of an earlier commit, whose removals run beside
+today's. Each row goes into whole.json beside this file once it is measured. One that is there is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -84,16 +85,26 @@ def command(report: str, words: list[str]) -> None:
     Path(report).write_text(json.dumps({"flops": counted.flops, "seconds": time.process_time()}), encoding="utf-8")
 
 
-def called(words: Sequence[str | Path], folder: Path | None = None) -> tuple[float, str]:
-    """Seconds of the processor of a process and its children, and what it printed. Raises CalledProcessError."""
+def called(words: Sequence[str | Path], folder: Path | None = None, checkout: Path | None = None) -> tuple[float, str]:
+    """Seconds of the processor of a process and its children, and what it printed. Raises CalledProcessError.
+
+    The process imports the program from `checkout`, if that is given.
+    """
 
     def used() -> float:
         found = resource.getrusage(resource.RUSAGE_CHILDREN)
         return found.ru_utime + found.ru_stime
 
     before = used()
-    done = subprocess.run(list(map(str, words)), check=True, cwd=folder, capture_output=True, text=True)
+    own = {} if checkout is None else {"PYTHONPATH": str(checkout)}
+    done = subprocess.run(
+        list(map(str, words)), check=True, cwd=folder, capture_output=True, text=True, env=os.environ | own
+    )
     return used() - before, done.stdout
+
+
+def commit_of(checkout: Path) -> str:
+    return called(["git", "-C", checkout, "rev-parse", "--short", "HEAD"])[1].strip()
 
 
 @dataclass(frozen=True)
@@ -159,17 +170,21 @@ class Model:
     def others(self, kept: Sequence[int]) -> tuple[int, ...]:
         return tuple(k for k in range(self.loaded.structure.num_layers) if k not in kept)
 
-    def own(self, words: Sequence[str | Path], out: Path | None = None) -> Ran:
+    def own(self, words: Sequence[str | Path], out: Path | None = None, checkout: Path | None = None) -> Ran:
         """A command of the program, without the kept work of an earlier one; `out` is the model that it writes."""
         told = self.place / "told.json"
         written: list[str | Path] = [] if out is None else ["-o", out]
-        called([sys.executable, __file__, "command", told, *words, *written, "--quiet"], self.place)
+        with tempfile.TemporaryDirectory(dir=self.place) as empty:
+            called([sys.executable, __file__, "command", told, *words, *written, "--quiet"], Path(empty), checkout)
         found = json.loads(told.read_text(encoding="utf-8"))
         made = made_by(str(out)) if out else None
         return Ran(found["seconds"], found["flops"], made.plan.remove if made else (), out)
 
-    def commands(self, only: Sequence[str]) -> None:
-        """The rows of the program whose names have one of the words `only`, and those that they need."""
+    def commands(self, only: Sequence[str], before: Path | None) -> None:
+        """The rows of the program whose names have one of the words `only`, and those that they need.
+
+        Removals are made by the checkout `before` too, if there is one.
+        """
         on: list[str | Path] = ["--text", self.text]
         remove = ["--remove", str(self.remove)]
         found = self.place / "again"
@@ -190,7 +205,10 @@ class Model:
             if not found.exists():  # its row was there
                 self.own(known, found)
             self.row("`explain`, of that", partial(self.own, ["explain", self.dense, found, *on, *EXPLAINED]))
-        row(f"`shrink --remove {SHARE:.0%}`", "shrink", self.dense, *remove, out="shrunk")
+        for words in (["prune", self.dense, *on, *READ, *remove], ["shrink", self.dense, *remove]):
+            what = f"`{words[0]} --remove {SHARE:.0%}`"
+            if row(what, *words, out=f"{words[0]}-now") and before:
+                self.row(f"{what} of {commit_of(before)}", partial(self.own, words, self.place / words[0], before))
 
     def optipfair(self, python: Path) -> Ran:
         """The layers of least importance by its own measurement, removed and written by it."""
@@ -244,12 +262,13 @@ def main() -> None:
     parser.add_argument("--report", required=True, help="Judges.")
     parser.add_argument("--peers", type=Path, help="A python that has optipfair and mergekit.")
     parser.add_argument("--only", action="append", default=[], help="The commands that have this word; default: all.")
+    parser.add_argument("--before", type=Path, help="A checkout of an earlier commit.")
     parser.add_argument("--llm-drop", nargs=2, type=Path, help="A checkout, and a python that has what it needs.")
     asked = parser.parse_args()
     for source in asked.model or ["smollm2-135m"]:
         with tempfile.TemporaryDirectory(prefix="lyapunov-prune-bench-") as place:
             model = Model(source, Path(place), asked.text, asked.report)
-            model.commands(asked.only)
+            model.commands(asked.only, asked.before)
             if asked.peers:
                 model.row("optipfair, its cosine importance", partial(model.optipfair, asked.peers))
                 model.row("mergekit, the layers of `prune`", partial(model.mergekit, asked.peers))
