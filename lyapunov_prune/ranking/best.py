@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from lyapunov_prune.mending.mend import fit_mends, fitted_and_held
 from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.progress import phases
 from lyapunov_prune.ranking.angular import angular_distance
-from lyapunov_prune.ranking.candidates import SOURCES, SearchCost, by_direction
+from lyapunov_prune.ranking.candidates import (
+    GROWN,
+    SOURCES,
+    SearchCost,
+    by_direction,
+    end_turns,
+    turn_at_the_end,
+    turn_on_the_way,
+)
 from lyapunov_prune.ranking.counts import free_layers, protected_layers, require_count, search_budget
 from lyapunov_prune.ranking.search import PART, Fit, Search, beginning
 from lyapunov_prune.ranking.tried import BestRemoval
@@ -93,12 +102,17 @@ def best_removal(
     ):
         tries = Search(sweep, scoring, store, cost, remove=remove, free=free, budget=share * search, spent=spent)
         begin_phase()
-        distance = _distance(tries.scores, store, batch_size)
+        angles = partial(angular_distance, reading.decoder, tries.scores, batch_size=batch_size)
+        distance = _kept(store, "distance", lambda: tries.scores.once("distance", angles).distance)
         tries.look(by_direction(distance, remove, free))
         tries.propose(batch_size, begin_phase)
         tries.require_looked()
         begin_phase()
-        tries.swap(distance)
+        if GROWN in tries.left_out:
+            tries.swap(partial(turn_on_the_way, distance))
+        else:
+            turns = _kept(store, "turns", partial(end_turns, tries.scores, batch_size))
+            tries.swap(partial(turn_at_the_end, turns))
         found = tries.result(search, protected)
         if other is None:
             return found
@@ -128,13 +142,11 @@ def _about(scoring: Reading, checking: Reading) -> dict[str, Any]:
     return {**scoring.measured_on().key, **texts}
 
 
-def _distance(scoring: Reading, store: Store, batch_size: int) -> np.ndarray:
-    """The angular distances between the boundaries of layers, kept in `store` and with the reading."""
-    if "distance" not in store:
-        measured = scoring.once("distance", lambda: angular_distance(scoring.decoder, scoring, batch_size=batch_size))
-        store.add("distance", encode(measured.distance))
-    distance: np.ndarray = decode(np.ndarray, store["distance"])
-    return distance
+def _kept(store: Store, key: str, measure: Callable[[], np.ndarray]) -> np.ndarray:
+    """What `measure` gives, kept in `store`."""
+    if key not in store:
+        store.add(key, encode(measure()))
+    return decode(np.ndarray, store[key])
 
 
 def _held_share(scoring: Reading) -> float:

@@ -24,6 +24,7 @@ from lyapunov_prune.ranking.criterion import Scored
 from lyapunov_prune.ranking.table import CRITERIA
 
 Layers = tuple[int, ...]
+TurnOf = Callable[[Layers], float]  # how far the state turns without a set of layers
 _SEEDS = (0, 1)
 _RUNS = (2, 3)
 _FEW = 2  # for the set that grows one window in so many is read, and so great a part of each
@@ -100,24 +101,34 @@ def _by_profile(reading: Reading, remove: int, free: Layers, batch_size: int) ->
     return sets
 
 
+def end_turns(reading: Reading, batch_size: int) -> np.ndarray:
+    """How far the final state turns without each layer, (L,): sums over the positions of few tokens."""
+    few = reading.once("few", lambda: _few(reading))
+    every = tuple(range(reading.structure.num_layers))
+    turns: np.ndarray = few.once("turns", lambda: _added_turns(few, (), every, batch_size))
+    return turns
+
+
 def _by_growth(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
     """The set that grows by the layer without which the final state turns least, beside those that are gone.
 
-    Every layer is tried once. Then a step tries again the `_RETRIED` that added least to the turn when last tried, and
-    the neighbours of the layers that are gone, where what a layer adds changes most. No layer is added where each
-    leaves no finite state.
+    Every layer is tried once (`end_turns`). Then a step tries again the `_RETRIED` that added least to the turn when
+    last tried, and the neighbours of the layers that are gone, where what a layer adds changes most. No layer is added
+    where each leaves no finite state.
     """
     few = reading.once("few", lambda: _few(reading))
-    gone, added = few.once(("grown", free), lambda: (list[int](), np.full(reading.structure.num_layers, np.inf)))
+    gone, added = few.once(("grown", free), lambda: (list[int](), end_turns(reading, batch_size).copy()))
     for step in track(range(len(gone), remove), "layers that turn the final state least"):
-        left = tuple(layer for layer in free if layer not in gone)
-        beside = (layer for layer in left if {layer - 1, layer + 1} & {*gone})
-        tried = tuple(sorted({*least(added[list(left)], _RETRIED, left), *beside})) if step else left
-        turns = added[list(tried)] = _added_turns(few, gone, tried, batch_size)
+        tried = left = tuple(layer for layer in free if layer not in gone)
+        if step:
+            beside = (layer for layer in left if {layer - 1, layer + 1} & {*gone})
+            tried = tuple(sorted({*least(added[list(left)], _RETRIED, left), *beside}))
+            added[list(tried)] = _added_turns(few, gone, tried, batch_size)
+        turns = added[list(tried)]
         if not np.isfinite(turns).any():
             return {}
         gone += least(turns, 1, tried)
-    return {"grown": tuple(sorted(gone[:remove]))}
+    return {GROWN: tuple(sorted(gone[:remove]))}
 
 
 def _few(reading: Reading) -> Reading:
@@ -158,9 +169,10 @@ def _by_divergence(reading: Reading, remove: int, free: Layers, batch_size: int)
     return {"kl": least(variance[list(free)], remove, free)}
 
 
+GROWN = "grown"
 # In the order in which they are measured.
 SOURCES: dict[str, Source] = {
-    "grown": Source(_growth_cost, _by_growth),
+    GROWN: Source(_growth_cost, _by_growth),
     "rho": Source(lambda cost, remove: cost.layers * (2 + len(_SEEDS)), _by_profile),
     "kl": Source(lambda cost, remove: (cost.number + 1) * (cost.layers / 2 + cost.head), _by_divergence),
 }
@@ -209,26 +221,26 @@ def nearest_runs(distance: np.ndarray, remove: int, free: Layers, runs: int) -> 
     return min(found)[1] if found else None
 
 
-def swaps(current: Layers, free: Layers, losses: Mapping[Layers, float], distance: np.ndarray) -> Iterator[Layers]:
+def swaps(current: Layers, free: Layers, losses: Mapping[Layers, float], turn_of: TurnOf) -> Iterator[Layers]:
     """The sets one swap away from `current` that have no loss yet, the most promising first."""
     sets = [tuple(sorted({*current, goes} - {stays})) for stays in current for goes in free if goes not in current]
     sets = [layers for layers in sets if layers not in losses]
-    yield from (sets[i] for i in np.argsort(_expected(sets, losses, distance), kind="stable"))
+    yield from (sets[i] for i in np.argsort(_expected(sets, losses, turn_of), kind="stable"))
 
 
-def _expected(sets: Sequence[Layers], losses: Mapping[Layers, float], distance: np.ndarray) -> np.ndarray:
+def _expected(sets: Sequence[Layers], losses: Mapping[Layers, float], turn_of: TurnOf) -> np.ndarray:
     """Predict the log of the loss above dense of `sets` from the `losses` above dense of the sets that were tried.
 
-    The model is `log loss ≈ c + w · members + log Σ_runs distance[begin, end]`, fitted by ridge regression with one
-    weight w per layer: the weights learn from the tried sets what the distances miss.
+    The model is `log loss ≈ c + w · members + log turn_of(set)`, fitted by ridge regression with one weight w per
+    layer: the weights learn from the tried sets what the turns miss.
     """
     known = {layers: np.log(max(loss, _LITTLE)) for layers, loss in losses.items() if np.isfinite(loss)}
 
     def described(some: Sequence[Layers]) -> tuple[np.ndarray, np.ndarray]:
-        members = np.zeros((len(some), len(distance) - 1))
+        members = np.zeros((len(some), 1 + max(layer for layers in (*known, *sets) for layer in layers)))
         for row, layers in zip(members, some, strict=True):
             row[list(layers)] = 1
-        return members, np.log([max(turned(distance, layers), _TINY) for layers in some])
+        return members, np.log([max(turn_of(layers), _TINY) for layers in some])
 
     members, base = described(list(known))
     off = np.array(list(known.values())) - base
@@ -237,7 +249,12 @@ def _expected(sets: Sequence[Layers], losses: Mapping[Layers, float], distance: 
     return theirs + others @ (members.T @ weights)
 
 
-def turned(distance: np.ndarray, layers: Layers) -> float:
+def turn_at_the_end(turns: np.ndarray, layers: Layers) -> float:
+    """The sum of `turns` (`end_turns`) over `layers`; one that is not finite counts as the largest."""
+    return float(np.where(np.isfinite(turns), turns, turns[np.isfinite(turns)].max(initial=1.0))[list(layers)].sum())
+
+
+def turn_on_the_way(distance: np.ndarray, layers: Layers) -> float:
     """`Σ distance[begin, end]` over the runs of `layers`."""
     begins = [layer for layer in layers if layer - 1 not in layers]
     ends = [layer + 1 for layer in layers if layer + 1 not in layers]

@@ -14,7 +14,7 @@ from lyapunov_prune.mending.judge import losses
 from lyapunov_prune.mending.mend import Mend
 from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.pruning.surgery import refusal
-from lyapunov_prune.ranking.candidates import SOURCES, Layers, SearchCost, swaps
+from lyapunov_prune.ranking.candidates import SOURCES, Layers, SearchCost, TurnOf, swaps
 from lyapunov_prune.ranking.tried import BestRemoval, Final, Tried
 from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.store import Store
@@ -101,14 +101,14 @@ class Search:
             self.spent += price
             self.look({by: tuple(chosen) for by, chosen in self.store[key].items()})
 
-    def swap(self, distance: np.ndarray) -> None:
+    def swap(self, turn_of: TurnOf) -> None:
         """Swap single layers of the best set, by the beginnings, for half of the remaining budget; then check the best.
 
         These are checked on all tokens, in their order on the beginnings, as far as the budget goes.
         """
         limit = min(self.spent + _LOOKS * (self.budget - self.spent), self._looks)
         while np.isfinite(self._looked[current := self._nearest()[0]]):
-            promising = next(filter(self._removable, swaps(current, self.free, self._looked, distance)), None)
+            promising = next(filter(self._removable, swaps(current, self.free, self._looked, turn_of)), None)
             if promising is None or not self._affordable([promising], limit, PART):
                 break
             goes, stays = set(promising) - set(current), set(current) - set(promising)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -23,10 +24,12 @@ from lyapunov_prune.ranking.candidates import (
     SearchCost,
     _expected,
     by_direction,
+    end_turns,
     least,
     nearest_runs,
     swaps,
-    turned,
+    turn_at_the_end,
+    turn_on_the_way,
 )
 
 SIZE = 7
@@ -49,7 +52,7 @@ def test_the_nearest_runs_are_those_of_brute_force(
     assert (found is None) == (not possible)
     if found is not None:
         assert found in possible
-        assert turned(distance, found) == pytest.approx(min(turned(distance, s) for s in possible))
+        assert turn_on_the_way(distance, found) == pytest.approx(min(turn_on_the_way(distance, s) for s in possible))
 
 
 def test_runs_are_proposed_one_two_and_three_at_a_time() -> None:
@@ -71,18 +74,19 @@ def test_the_least_scores_of_layers_that_may_go() -> None:
     assert least(np.array([2.0, 1.0, np.nan, 1.0]), 4, (1, 4, 5, 9)) == (1, 4, 5, 9)
 
 
+@torch.no_grad()
+def turn(model: PreTrainedModel, ids: torch.Tensor, layers: set[int]) -> float:
+    """Of the final state, by removing `layers` for good: a sum over the positions."""
+    small = lp.remove_layers(model, sorted(layers))
+    states = [m.model(ids)[0][:, :-1].double() for m in (model, small)]
+    return float((1 - torch.cosine_similarity(*states, dim=-1)).sum())
+
+
 def grown(model: PreTrainedModel, ids: torch.Tensor, remove: int, free: Layers) -> Layers:
-    """A set that grows by the turn of the final state, of models that were really cut; every layer is tried anew."""
-
-    def turn(layers: set[int]) -> float:
-        small = lp.remove_layers(model, sorted(layers))
-        with torch.no_grad():
-            states = [m.model(ids)[0][:, :-1].double() for m in (model, small)]
-        return float((1 - torch.cosine_similarity(*states, dim=-1)).mean())
-
+    """A set that grows by the turn of the final state; every layer is tried anew."""
     gone: set[int] = set()
     for _ in range(remove):
-        gone.add(min(set(free) - gone, key=lambda layer: turn({*gone, layer})))
+        gone.add(min(set(free) - gone, key=lambda layer: turn(model, ids, {*gone, layer})))
     return tuple(sorted(gone))
 
 
@@ -103,7 +107,20 @@ def test_the_sets_of_measurements_are_those_of_the_rankings(
     assert found == wanted
 
 
+def test_a_layer_alone_turns_the_final_state_by_its_angle(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    few = ids[::2, : ids.shape[1] // 2]
+    wanted = [turn(llama, few, {layer}) for layer in FREE]
+    np.testing.assert_allclose(end_turns(read(wrap(llama), ids), 1), wanted, rtol=1e-4)
+
+
 # Swaps.
+
+
+def test_turns_at_the_end_add_up_and_one_that_is_not_finite_counts_as_the_largest() -> None:
+    turns = np.array([1.0, np.nan, 4.0, np.inf, 2.0])
+    assert [turn_at_the_end(turns, layers) for layers in ((0, 4), (1, 2), (0, 3))] == [3, 8, 5]
+    sets = list(swaps((0, 2), tuple(range(5)), {(0, 2): 1.0}, partial(turn_at_the_end, turns)))
+    assert sets[0] == (0, 4)
 
 
 @settings(max_examples=30)
@@ -112,14 +129,14 @@ def test_every_swap_comes_once_and_none_that_was_tried(distance: np.ndarray, cho
     current, free = tuple(sorted(chosen)), tuple(range(SIZE))
     every = [s for s in combinations(free, len(current)) if len(set(s) - chosen) == 1]
     tried = {current: 1.0, every[0]: float("inf"), every[-1]: -0.1}
-    found = list(swaps(current, free, tried, distance))
+    found = list(swaps(current, free, tried, partial(turn_on_the_way, distance)))
     assert sorted(found) == sorted(set(every) - set(tried))
 
 
 def test_layers_that_cost_much_where_they_were_tried_come_last() -> None:
     distance = 1 - np.eye(SIZE + 1)
     tried = {(0, 2): 0.1, (0, 4): 5.0, (4, 6): 5.0, (1, 6): 0.1}
-    found = list(swaps((0, 2), tuple(range(SIZE)), tried, distance))
+    found = list(swaps((0, 2), tuple(range(SIZE)), tried, partial(turn_on_the_way, distance)))
     assert found[-1] == (2, 4)
     assert {*found[0]} & {1, 6}
 
@@ -151,7 +168,8 @@ def test_what_a_swap_should_cost_is_a_ridge_regression(distance: np.ndarray, see
     tried = {tuple(s): float(loss) for s, loss in zip(sets[:6], rng.exponential(size=6), strict=True)}
     tried[tuple(sets[0])], tried[tuple(sets[1])] = float("inf"), -0.5  # no loss, and one below the dense
     wanted = [tuple(s) for s in sets[6:]] + [(2,)]
-    np.testing.assert_allclose(_expected(wanted, tried, distance), ridge(tried, distance, wanted), rtol=1e-9)
+    found = _expected(wanted, tried, partial(turn_on_the_way, distance))
+    np.testing.assert_allclose(found, ridge(tried, distance, wanted), rtol=1e-9)
 
 
 def test_what_a_part_of_a_forward_costs() -> None:
