@@ -36,7 +36,7 @@ from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.store import Store
 from lyapunov_prune.sensitivity.sweep import Sweep
 
-_SEARCH_SHARE = 0.5  # share of the forwards for the search if the rest goes to mending
+_SEARCH_SHARE = 1 / 3  # share of the forwards for the search if the rest goes to mending
 
 
 @runs_model
@@ -63,7 +63,7 @@ def best_removal(
     of least loss is chosen. A set that no checkpoint of the family can lose is not compared
     (`pruning.surgery.refusal`). Without `search` the budget is `search_budget`.
 
-    With `mend`, for a removal whose gaps will be mended, half of the budget goes to this search. With the rest, the
+    With `mend`, for a removal whose gaps will be mended, a third of the budget goes to this search. With the rest, the
     sets of least loss are mended on the scored windows and compared with their gaps mended and open, on the check
     windows and on a second text, `judge`; if it is None, the dense model generates one (`mending.judge.second_text`).
     The maps of a set count if they pay on both texts (`mending.report.pays`). The set of least loss, averaged over both
@@ -130,8 +130,7 @@ def _first_check(cost: SearchCost, remove: int, search: float, share: float) -> 
     needed = spent + (1 + 1 / PART) * cost.without(range(remove), 0)
     if share * search < needed:
         raise LyapunovPruneError(
-            f"a search of {search:g} forwards is less than the first check needs; give {needed / share:.1f} or more, "
-            "20 or so"
+            f"a search of {search:g} forwards is less than the first check needs; give {needed / share:.1f} or more"
         )
     return spent
 

@@ -55,11 +55,11 @@ def nothing_within(what: str, aim: str, first: str, cost: float) -> LyapunovPrun
 
 
 def search_budget(layers: int, remove: int, mend: bool = False) -> float:
-    """The default budget of `best` in forwards: ten for the criteria, and one per 16 swaps that a set has.
+    """The default budget of `best` in forwards: five for the criteria, and one per 32 swaps that a set has.
 
-    With mending it is doubled.
+    With mending it is three times as much, a third of it for the search.
     """
-    return (2 if mend else 1) * (10 + remove * (layers - remove) / 16)
+    return (3 if mend else 1) * (5 + remove * (layers - remove) / 32)
 
 
 def most_not_over(is_over: Callable[[int], bool], most: int) -> int:

@@ -149,9 +149,9 @@ def test_best_is_taken_where_whole_layers_go_and_their_number_is_known() -> None
 
 
 def test_the_budget_of_a_search_grows_with_the_swaps_that_there_are() -> None:
-    assert search_budget(30, 7) == pytest.approx(20, abs=0.1)
-    assert search_budget(30, 7, mend=True) == 2 * search_budget(30, 7)
-    assert search_budget(80, 20) == 10 + 20 * 60 / 16
+    assert search_budget(30, 7) == pytest.approx(10, abs=0.1)
+    assert search_budget(30, 7, mend=True) == 3 * search_budget(30, 7)
+    assert search_budget(80, 20) == 5 + 20 * 60 / 32
 
 
 def test_a_share_is_the_nearest_number_and_at_least_one() -> None:
