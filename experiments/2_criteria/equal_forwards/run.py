@@ -1,6 +1,7 @@
 """SLEB, BlockPruner and greedy by KL beside `best`, each with as many forwards. (arXiv:2402.09025, arXiv:2406.10594)
 
     python experiments/2_criteria/equal_forwards/run.py [--model MODEL] [--text FILE] [--search 5] [--beside SLEB]
+        [--before FOLDER]
 
 All choose on one half of a text, and each may spend as many forwards of the check windows of `best` as it does at the
 least --search. A greedy search leaves out one unit at a time, the one without which the model is best, tried beside all
@@ -8,7 +9,8 @@ that are gone: SLEB a layer by the loss, BlockPruner an attention or an MLP by t
 gone, and the third a layer by the KL from the dense model. What is left of the budget is shared out over the steps that
 remain, so it says how many tokens a step reads: the beginnings of as few windows as hold them, a quarter of each at
 most. A trial is counted from its layer on, as those of `best` are. The models without what was chosen are scored on the
-other half of the text. Writes MODEL-TEXT.json beside this file; finished greedy searches are kept, for another `best`.
+other half of the text. FOLDER has results of an earlier commit, of which what `best` chose for most forwards is a row
+here. Writes MODEL-TEXT.json beside this file; finished greedy searches are kept, for another `best`.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -41,9 +44,9 @@ from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
-BEST = "`best`"
+BEST, BEFORE = "`best`", "`best` before"
 FEW = 16  # tokens that a step reads at least
-LONG = ("model, text", *2 * ("forwards", "removed", "loss, nats"), "the fewer over the more")
+LONG = ("model, text", "forwards", "removed", "loss, nats", "before: forwards", "removed", "loss, nats", "over before")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +91,17 @@ def main(
     tokens: int = 4096,
     context: int = 512,
     remove: Annotated[float, typer.Option(help="share of the layers")] = 0.25,
-    search: Annotated[list[float], typer.Option(help="forwards that best may spend")] = [5.0, 20.0],  # noqa: B006
+    search: Annotated[list[float], typer.Option(help="forwards that best may spend")] = [5.0, 10.0],  # noqa: B006
     beside: Annotated[list[str], typer.Option(help="greedy searches")] = ["SLEB", "greedy by KL", "BlockPruner"],  # noqa: B006
+    before: Annotated[Path | None, typer.Option(help="a folder of earlier results")] = None,
 ) -> None:
-    asked = partial(measure, remove=remove, searches=search, beside=beside)
+    asked = partial(measure, remove=remove, searches=search, beside=beside, before=before)
     measure_each(asked, HERE, model, text, tokens, context)
 
 
-def measure(given: Inputs, remove: float, searches: Sequence[float], beside: Sequence[str]) -> EqualForwards:
+def measure(
+    given: Inputs, remove: float, searches: Sequence[float], beside: Sequence[str], before: Path | None
+) -> EqualForwards:
     decoder = given.loaded
     reading, judged = read(decoder, given.calibration), read(decoder, given.evaluation)
     blocks = blocks_of(reading)
@@ -120,8 +126,16 @@ def measure(given: Inputs, remove: float, searches: Sequence[float], beside: Seq
                     spent, seen, gone = greedy(reading, units, target, budget, whole.head, score)
                     store.add(key, encode(chosen(way, search, spent * search / budget, seen, gone, judged)))
                 found.append(decode(Chosen, store[key]))
-    dense = losses(judged, [])
-    return EqualForwards(dense, *given.origins, tuple(found))
+    result = EqualForwards(losses(judged, []), *given.origins, tuple(found))
+    return result if before is None else with_earlier(result, EqualForwards.all(before))
+
+
+def with_earlier(result: EqualForwards, earlier: Sequence[EqualForwards]) -> EqualForwards:
+    """`result` with what `best` chose for most forwards, in the one of the same model and texts."""
+    of = next(each for each in earlier if each.name == result.name)
+    assert of.measured_on.text_hash == result.measured_on.text_hash
+    most = max((each for each in of.chosen if each.way in (BEST, BEFORE)), key=lambda each: each.search)
+    return replace(result, chosen=(*result.chosen, replace(most, way=BEFORE)))
 
 
 def blocks_of(reading: Reading) -> list[Block]:
@@ -240,27 +254,49 @@ def written() -> dict[str, str]:
         "table": table((*head, "of the parameters", "over the dense", "over `best`"), rows),
         "compared": f"{len(pairs)} comparisons: better in {better}, worse in {worse}",
         "lower": f"{sum(best.windows.mean() < each.windows.mean() for best, each in pairs)} of {len(pairs)}",
+        "spread": _spread(results),
         "longer": table(LONG, [row for result in results for row in _longer(result)]),
     }
 
 
 def _longer(result: EqualForwards) -> list[tuple[object, ...]]:
-    """The choice of `best` by few forwards beside the one by many."""
-    few, *more = (each for each in result.chosen if each.way == BEST)
+    """The choices of `best` beside the one before, by many forwards."""
+    few, most = _by_best(result)
     return [
         (
             result.name,
-            *(cell for each in (few, many) for cell in (each.forwards, runs(each.attentions), each.windows.mean())),
-            percent(round(float(few.windows.mean() / many.windows.mean()) - 1, 4) + 0.0),
+            *(cell for each in pair for cell in (each.forwards, runs(each.attentions), each.windows.mean())),
+            percent(round(_more_lost(*pair), 4) + 0.0),
         )
-        for many in more
+        for pair in product(few, most)
     ]
+
+
+def _spread(results: Sequence[EqualForwards]) -> str:
+    """By how much the loss of what `best` chooses differs from that of the choice before."""
+    found: dict[float, list[float]] = {}
+    for few, most in map(_by_best, results):
+        for pair in product(few, most):
+            found.setdefault(pair[0].search, []).append(100 * _more_lost(*pair))
+    return ", ".join(
+        f"{search:g} forwards {min(off):+.1f} to {max(off):+.1f} % ({len(off)} times)"
+        for search, off in sorted(found.items())
+    )
+
+
+def _by_best(result: EqualForwards) -> tuple[list[Chosen], list[Chosen]]:
+    now, before = ([each for each in result.chosen if each.way == way] for way in (BEST, BEFORE))
+    return now, before
+
+
+def _more_lost(few: Chosen, most: Chosen) -> float:
+    return float(few.windows.mean() / most.windows.mean()) - 1
 
 
 def _beside_best(result: EqualForwards) -> list[tuple[Chosen, Chosen]]:
     """Every other choice, after the one of `best` that spent as much."""
     best = {each.search: each for each in result.chosen if each.way == BEST}
-    return [(best[each.search], each) for each in result.chosen if each.way != BEST]
+    return [(best[each.search], each) for each in result.chosen if each.way not in (BEST, BEFORE)]
 
 
 def _rows(result: EqualForwards) -> list[tuple[object, ...]]:
