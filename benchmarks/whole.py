@@ -205,10 +205,11 @@ class Model:
             if not found.exists():  # its row was there
                 self.own(known, found)
             self.row("`explain`, of that", partial(self.own, ["explain", self.dense, found, *on, *EXPLAINED]))
-        for words in (["prune", self.dense, *on, *READ, *remove], ["shrink", self.dense, *remove]):
-            what = f"`{words[0]} --remove {SHARE:.0%}`"
-            if row(what, *words, out=f"{words[0]}-now") and before:
-                self.row(f"{what} of {commit_of(before)}", partial(self.own, words, self.place / words[0], before))
+        for command, options in {"prune": [*on, *READ], "shrink": []}.items():
+            words: list[str | Path] = [command, self.dense, *options, *remove]
+            what = f"`{command} --remove {SHARE:.0%}`"
+            if row(what, *words, out=f"{command}-now") and before:
+                self.row(f"{what} of {commit_of(before)}", partial(self.own, words, self.place / command, before))
 
     def optipfair(self, python: Path) -> Ran:
         """The layers of least importance by its own measurement, removed and written by it."""
