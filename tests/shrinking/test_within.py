@@ -200,7 +200,7 @@ def test_a_task_of_the_harness_is_taken_by_name(
 def test_the_cost_counts_the_searches(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     texts_of = Texts(None, None, None, 32 * 24, 24)
     alone = Request(reader, tokenizer, Target.of(2), texts_of).estimate(2)
-    assert (alone.searches, alone.search) == (1, 2 * (10 + 2 * 4 / 16))
+    assert (alone.searches, alone.search) == (1, 3 * (5 + 2 * 4 / 32))
 
 
 def test_the_cost_counts_the_answers(
