@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import shlex
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +21,17 @@ from lyapunov_prune.evaluation.judging import compare
 
 @dataclass(frozen=True)
 class Ran:
-    """A finished command: its `options` without folders of this machine, exit `code` and `seconds`."""
+    """A finished command: its `options` without folders of this machine, exit `code` and `seconds` of the processor."""
 
     options: str
     code: int
     seconds: float
+
+
+def used() -> float:
+    """Seconds of the processor that finished child processes took: those of a clock count other work on the machine."""
+    found = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return found.ru_utime + found.ru_stime
 
 
 def run_once(output: Path, command: list[str]) -> Ran:
@@ -36,11 +42,11 @@ def run_once(output: Path, command: list[str]) -> Ran:
     record = output.with_suffix(".json")
     if not record.is_file():
         print(f"lyapunov-prune {shlex.join(command)}", file=sys.stderr)
-        began = time.monotonic()
+        before = used()
         done = subprocess.run([sys.executable, "-m", "lyapunov_prune.cli", *command, "-o", str(output)], check=False)
         if done.returncode not in (0, 1):
             raise typer.Exit(done.returncode)
-        record.write_text(json.dumps({"code": done.returncode, "seconds": time.monotonic() - began}))
+        record.write_text(json.dumps({"code": done.returncode, "seconds": used() - before}))
     kept = json.loads(record.read_text())
     return Ran(shlex.join([plain(word) for word in command]), kept["code"], kept["seconds"])
 
