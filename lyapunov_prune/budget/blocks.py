@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
+import torch
 from gguf import GGML_QUANT_SIZES
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +18,7 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.ggml import Kind, bits_of, dequantised, fits, quantised
 from lyapunov_prune.models.gguf import DESCRIPTION_KEY
 from lyapunov_prune.models.gguf_header import text
+from lyapunov_prune.models.how import Stored
 from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.worth import Worth
 
@@ -55,8 +57,11 @@ class Blocks(Storage):
     def size_in(self, kind: Kind, shape: Sequence[int]) -> int:
         return int(prod(shape) * bits_of(kind)) // 8
 
-    def rounded(self, W: np.ndarray, kind: Kind, importance: np.ndarray) -> np.ndarray:
-        return dequantised(quantised(W, kind, importance), kind)
+    def stored(self, W: np.ndarray, kind: Kind, importance: np.ndarray) -> Stored:
+        return (torch.from_numpy(quantised(W, kind, importance)),)
+
+    def read(self, stored: Stored, kind: Kind) -> np.ndarray:
+        return dequantised(stored[0].numpy(), kind)
 
     def head(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None) -> int:
         tensors = list(decoder.model.parameters())

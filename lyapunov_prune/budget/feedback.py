@@ -21,6 +21,7 @@ from lyapunov_prune.forward.dealing import summed
 from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.how import Stored
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
 
@@ -28,12 +29,16 @@ DAMPING = 0.5  # of the mean energy of an input: with less, so few tokens are fi
 
 
 def fed_back(
-    W: torch.Tensor, size: int, H: torch.Tensor, rounded: Callable[[np.ndarray, slice], np.ndarray]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `W` (m × n) is to be rounded from, block by block of `size` columns, and what becomes of it; float32.
+    W: torch.Tensor,
+    size: int,
+    H: torch.Tensor,
+    stored: Callable[[np.ndarray, slice], Stored],
+    read: Callable[[Stored], np.ndarray],
+) -> tuple[Stored, torch.Tensor]:
+    """`W` (m × n) as it is stored, rounded block by block of `size` columns, and the numbers of that, float32.
 
-    The blocks are taken by their energy, the largest first. `Q_B` of a block is `P_B` as `rounded` makes it (given the
-    numbers, and which columns they are); the columns R of the blocks that are left become
+    The blocks are taken by their energy, the largest first. A block `P_B` becomes what is `stored` for it (of the
+    numbers, and of which columns they are), which is `read` as `Q_B`; the columns R of the blocks that are left become
     `P_R − (P_B − Q_B) ([(H_BR,BR)⁻¹]_BB)⁻¹ [(H_BR,BR)⁻¹]_BR`, from `P = W` on. Among all changes of R that leaves the
     least `tr((W − Q) H (W − Q)ᵀ)`, `H` (n × n, float64). With `UᵀU = H⁻¹` (`inverse_factor`) the factors are
     `U_BB⁻¹ U_BR`. Frantar et al., GPTQ (ICLR 2023, arXiv:2210.17323), where a block is one column.
@@ -46,19 +51,23 @@ def fed_back(
     own, left = [U[at : at + size, at : at + size] for at in starts], [U[at : at + size, at + size :] for at in starts]
     steps = [torch.linalg.solve_triangular(a, b, upper=True) for a, b in zip(own, left, strict=True)]
 
-    def part(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(rows: slice) -> tuple[Stored, torch.Tensor]:
         P = W.detach()[rows].to(H)[:, columns]
-        Q = torch.empty_like(P)
+        Q, blocks = torch.empty_like(P), dict[int, Stored]()
         for at, block, step in zip(starts, order.tolist(), steps, strict=True):
             here = slice(at, at + size)
             given = np.ascontiguousarray(P[:, here].float().cpu().numpy())
-            Q[:, here] = torch.from_numpy(rounded(given, slice(size * block, size * (block + 1)))).to(Q)
+            blocks[block] = stored(given, slice(size * block, size * (block + 1)))
+            Q[:, here] = torch.from_numpy(read(blocks[block])).to(Q)
             P[:, at + size :] -= (P[:, here] - Q[:, here]) @ step
-        back = columns.argsort()
-        return P[:, back].float(), Q[:, back].float()
+        return _joined([blocks[k] for k in sorted(blocks)], 1), Q[:, columns.argsort()].float()
 
-    P, Q = map(torch.cat, zip(*in_parts(W, part), strict=True))
-    return P, Q
+    parts, Q = zip(*in_parts(W, part), strict=True)
+    return _joined(parts, 0), torch.cat(Q)
+
+
+def _joined(parts: Sequence[Stored], dim: int) -> Stored:
+    return tuple(torch.cat(each, dim) for each in zip(*parts, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,13 +100,13 @@ def written_by_itself(reading: Reading, seed: int = 0) -> OwnText:
 
 @torch.no_grad()
 def fed_forward(own: OwnText, storage: Storage, chosen: Chosen, rounded: PreTrainedModel) -> Chosen:
-    """`chosen` with what the matrices of the layers and the head are to be rounded from (`fed_back`).
+    """`chosen` with the matrices of the layers and the head as they are stored with feedback (`fed_back`).
 
     `H` is the Gram matrix of a matrix's inputs on the tokens of `own`, with `DAMPING` times their mean energy on the
     diagonal. That of the head is of the model's own states, those of a layer with what is before it written already:
     `rounded`, a copy of the model that is rounded as `chosen`, becomes what is to be written. A head that is the
     embedding too moves both. Experts, embeddings by themselves, and types whose blocks are one number or a whole row
-    stay as they are. Memory: the Gram matrices of one layer, and what the matrices are to be rounded from.
+    stay as they are. Memory: the Gram matrices of one layer, and the bytes of the matrices.
 
     Raises as `calibration.streaming.stream`.
     """
@@ -109,8 +118,12 @@ def fed_forward(own: OwnText, storage: Storage, chosen: Chosen, rounded: PreTrai
     def feed(name: str, gram: torch.Tensor) -> None:
         W, (kind, importance, _) = dense.get_parameter(name), chosen[name]
         H = damped(gram, DAMPING, W.device)
-        P, Q = fed_back(W, storage.block(kind), H, lambda V, some: storage.rounded(V, kind, importance[some]))
-        found[name] = found[name]._replace(given=P)
+        stored, Q = fed_back(
+            *(W, storage.block(kind), H),
+            stored=lambda V, some: storage.stored(V, kind, importance[some]),
+            read=lambda each: storage.read(each, kind),
+        )
+        found[name] = found[name]._replace(stored=stored)
         rounded.get_parameter(name).copy_(Q)
 
     def change(here: Sequence[Projection], statistics: Mapping[str, Statistics]) -> None:

@@ -26,6 +26,7 @@ from lyapunov_prune.forward.logits import TOKENS, sample_inputs, uncached_logits
 from lyapunov_prune.models.decoder import Decoder, wrap_any
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.hooked import calls_noted
+from lyapunov_prune.models.how import Stored
 from lyapunov_prune.models.readers.compressed_tensors import PACKER
 from lyapunov_prune.models.structure import in_eval_mode, model_name
 from lyapunov_prune.progress import track
@@ -77,9 +78,12 @@ class Schemes(Storage):
     def size_in(self, kind: Scheme, shape: Sequence[int]) -> int:
         return _BYTES * prod(shape) if kind == DENSE else kind.size(shape, _BYTES)
 
-    def rounded(self, W: np.ndarray, kind: Scheme, importance: np.ndarray) -> np.ndarray:
+    def stored(self, W: np.ndarray, kind: Scheme, importance: np.ndarray) -> Stored:
         given = torch.from_numpy(W).to(self._dtype)
-        values: np.ndarray = (given if kind == DENSE else _grid(given, kind, importance).values()).float().numpy()
+        return (given,) if kind == DENSE else _grid(given, kind, importance)
+
+    def read(self, stored: Stored, kind: Scheme) -> np.ndarray:
+        values: np.ndarray = (stored[0] if kind == DENSE else Grid(*stored).values()).float().numpy()
         return values
 
     def head(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None) -> int:
@@ -97,8 +101,8 @@ class Schemes(Storage):
         def change(model: PreTrainedModel, layer: int) -> None:
             for name in names:
                 if decoder.structure.layer_of(name) == layer:
-                    W, (kind, importance, given) = model.get_parameter(name).data, chosen[name]
-                    grid = _grid((W if given is None else given).to(self._dtype), kind, importance)
+                    W, (kind, importance, stored) = model.get_parameter(name).data, chosen[name]
+                    grid = _grid(W.to(self._dtype), kind, importance) if stored is None else Grid(*stored)
                     packing.put(name.removesuffix(".weight"), grid)
                     W.copy_(grid.values())
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.allocation.knapsack import cheapest
 from lyapunov_prune.arguments import Seed
@@ -32,6 +32,7 @@ from lyapunov_prune.evaluation.perplexity import ratio_of
 from lyapunov_prune.evaluation.sizes import SizesTried
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import Decoder, runs_model
+from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.ggml import WIDE
 from lyapunov_prune.models.gguf import SUFFIX, gguf_file
 from lyapunov_prune.models.gguf_header import read_header
@@ -198,15 +199,24 @@ def _fed(
     """`made`, or the same types with feedback if its KL is smaller, and the KL with feedback over that without."""
     before = float(made.kl.mean())
     try:
+        _require_third(reading.model, int(made.bytes.sum()))
         own = written_by_itself(reading, seed)
         chosen = fed_forward(own, storage, made.chosen, copy.deepcopy(made.rounded.decoder.model))
     except LyapunovPruneError as why:
         warn(f"written without feedback: {why}")
         return made, None
-    if before == 0 or all(how.given is None for how in chosen.values()):
+    if before == 0 or all(how.stored is None for how in chosen.values()):
         return made, None
     fed = write(made.found, made.pick, chosen)
     return min(made, fed, key=lambda each: each.kl.mean()), float(fed.kl.mean()) / before
+
+
+def _require_third(model: PreTrainedModel, size: int) -> None:
+    """Raise LyapunovPruneError unless memory holds a third model beside two, and `size` bytes of matrices."""
+    needed = size + sum(p.nbytes for p in model.parameters() if p.device == model.device)
+    free = min(from_each(model, free_memory(str(model.device))))  # every process decides alike
+    if needed > free:
+        raise LyapunovPruneError(f"a third model in memory needs {needed:,} bytes, and {free:,} are free")
 
 
 def _tried(

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.how import How
+from lyapunov_prune.models.how import How, Stored
 from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.worth import Worth
 
@@ -60,8 +60,16 @@ class Storage(ABC):
         """The bytes of a matrix of this shape in the type `kind`."""
 
     @abstractmethod
+    def stored(self, W: np.ndarray, kind: Any, importance: np.ndarray) -> Stored:
+        """`W` (rows × columns, float32) in the type `kind`; `importance` weights its columns."""
+
+    @abstractmethod
+    def read(self, stored: Stored, kind: Any) -> np.ndarray:
+        """The numbers (rows × columns, float32) of what is `stored` in the type `kind`."""
+
     def rounded(self, W: np.ndarray, kind: Any, importance: np.ndarray) -> np.ndarray:
         """`W` (rows × columns, float32) as it is read back from the type `kind`; `importance` weights its columns."""
+        return self.read(self.stored(W, kind, importance), kind)
 
     @abstractmethod
     def head(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None) -> int:

@@ -6,6 +6,7 @@ transformers' reader undoes it. To learn what the reader does, it is run on the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
@@ -102,10 +102,6 @@ def _quantised(name: str, values: np.ndarray, how: How) -> tuple[Kind, np.ndarra
     if kind == Kind.F16 and (largest := np.abs(values).max()) > (most := np.finfo(np.float16).max):
         raise LyapunovPruneError(f"{name} holds {largest:.5g}, and f16 ends at {most:.5g}; give --quantize bf16")
     importance = how.importance
-    if how.given is not None and importance is not None:
-        edges = range(0, values.shape[1], GGML_QUANT_SIZES[kind][0])
-        blocks = zip(np.split(values, edges[1:], 1), np.split(importance, edges[1:]), strict=True)
-        return kind, np.concatenate([quantised(block, kind, columns) for block, columns in blocks], 1)
     if importance is None or importance.ndim == 1:
         return kind, quantised(values.reshape(-1, values.shape[-1]), kind, importance)
     return kind, np.concatenate([quantised(*each) for each in zip(values, repeat(kind), importance, strict=False)])
@@ -117,10 +113,11 @@ def stored_tensors(
     """The tensors of a GGUF file of a whole model, each with its name there and the relative error of rounding.
 
     The model is changed alike, a streamed one in the layer that is held. Matrices are rounded as `chosen` says, keyed
-    by the model's names, and others to `quantisation`; there below 8 bits the embeddings become Q8_0, as in llama.cpp.
-    Vectors and routers stay float32, and matrices whose rows are not whole blocks become Q8_0 or float16. Experts whose
-    gates and ups are one tensor become two in the file. The error is ‖after − before‖ / ‖stored‖ (Frobenius), divided
-    by the most that such rounding can cause (`_MOVES`): above 1 something is wrong.
+    by the model's names, or are stored there already, and others to `quantisation`; below 8 bits the embeddings then
+    become Q8_0, as in llama.cpp. Vectors and routers stay float32, and matrices whose rows are not whole blocks become
+    Q8_0 or float16. Experts whose gates and ups are one tensor become two in the file. The error is
+    ‖after − before‖ / ‖stored‖ (Frobenius), divided by the most that such rounding can cause (`_MOVES`): above 1
+    something is wrong.
     Raises LyapunovPruneError for a tensor that llama.cpp has no name for.
     """
     config = decoder.model.config
@@ -133,13 +130,18 @@ def stored_tensors(
             if name is None:
                 raise LyapunovPruneError(f"llama.cpp has no tensor for {own} in {family.architecture}; write it plain")
             name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
-            before = (part if how is None or how.given is None else how.given.to(part.device)).detach().float().clone()
+            before = part.detach().float().clone()
             values = _laid_out(name, before.cpu(), config, family, into_file=True)
-            kind, data = _quantised(name, values.numpy(), how or _how(name, values, quantisation))
+            if how is not None and how.stored is not None:
+                kind, data = how.kind, _laid_out(name, how.stored[0], config, family, into_file=True).numpy()
+                most = math.inf  # feedback moves a matrix further than rounding
+            else:
+                kind, data = _quantised(name, values.numpy(), how or _how(name, values, quantisation))
+                most = _MOVES[bits_of(kind) < 16]
             piece = _piece(name, values, kind, data)
             part.copy_(read_back(piece, config, family))
             moved = float((part.float() - before).norm() / values.norm().clamp_min(1e-30).to(part.device))
-            yield own, piece, moved / _MOVES[bits_of(kind) < 16]
+            yield own, piece, moved / most
     for name, values in rope_tensors(config).items():
         yield name, _piece(name, values, Kind.F32, values.numpy()), 0.0
 

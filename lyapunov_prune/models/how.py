@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+Stored = tuple[torch.Tensor, ...]  # a rounded matrix as a file holds it: tensors of its rows, and of parts of them
+
 
 class How(NamedTuple):
-    """A matrix's type, and the importance of its columns, of experts by expert.
-
-    If `given`, that is rounded in its place, every block of columns by itself: some types look at the whole row.
-    """
+    """A matrix's type, and the importance of its columns, of experts by expert. One that is `stored` is rounded."""
 
     kind: Any
     importance: Any = None
-    given: torch.Tensor | None = None
+    stored: Stored | None = None

@@ -20,7 +20,7 @@ from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.ggml import Kind, dequantised, quantised
-from lyapunov_prune.models.how import How
+from lyapunov_prune.models.how import How, Stored
 
 BLOCK, COLUMNS = 32, 128
 KINDS = (Kind.Q4_0, Kind.IQ4_NL, Kind.Q5_1)
@@ -38,7 +38,16 @@ def rounded(W: np.ndarray, kind: Kind) -> torch.Tensor:
 
 
 def with_feedback(W: torch.Tensor, kind: Kind, X: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return fed_back(W, BLOCK, X @ X.T, lambda V, columns: rounded(V, kind).numpy())
+    """What each block was rounded from, and the numbers of what is stored."""
+    P = torch.empty_like(W)
+
+    def stored(V: np.ndarray, columns: slice) -> Stored:
+        P[:, columns] = torch.from_numpy(V)
+        return BLOCKS.stored(V, kind, np.ones(BLOCK, np.float32))
+
+    made, Q = fed_back(W, BLOCK, X @ X.T, stored, lambda each: BLOCKS.read(each, kind))
+    assert torch.equal(torch.from_numpy(BLOCKS.read(made, kind)), Q)
+    return P, Q
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +96,7 @@ def test_what_is_written_is_what_the_later_layers_were_given(storage: str, tmp_p
     target = tmp_path / ("x.gguf" if storage == "file" else "x")
     plain = where.made(reading.decoder, make_tokenizer(), target, chosen).decoder.model
     found = fed_forward(written_by_itself(reading), where, chosen, plain)
-    assert all((how.given is None) == any(each in name for each in wide) for name, how in found.items())
+    assert all((how.stored is None) == any(each in name for each in wide) for name, how in found.items())
     made = where.made(reading.decoder, make_tokenizer(), target, found).decoder.model
     for name, p in matrices.items():
         assert torch.equal(made.get_parameter(name), plain.get_parameter(name))

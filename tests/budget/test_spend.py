@@ -234,8 +234,9 @@ def test_feedback_stays_if_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise LyapunovPruneError("no token reaches it")
 
     def zeros(own: OwnText, storage: Storage, chosen: Chosen, *others: object) -> Chosen:
-        blank = {name: torch.zeros_like(p) for name, p in own.reading.model.named_parameters() if name in chosen}
-        return {name: how._replace(given=blank[name]) for name, how in chosen.items()}
+        shapes = {name: p.shape for name, p in own.reading.model.named_parameters()}
+        blank = {name: np.zeros(shapes[name], np.float32) for name in chosen}
+        return {name: how._replace(stored=storage.stored(blank[name], *how[:2])) for name, how in chosen.items()}
 
     for name, feedback in {"fed": module.fed_forward, "impossible": impossible, "zeros": zeros}.items():
         monkeypatch.setattr(module, "fed_forward", feedback)
@@ -246,6 +247,9 @@ def test_feedback_stays_if_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             read(wrap(tiny(tie_word_embeddings=True)), text("of b", 24)), read(wrap(there), text("of b", 24))
         )
         assert made[name].kl == pytest.approx(kl[0], rel=1e-3)
+    monkeypatch.setattr(module, "free_memory", lambda device: 0)
+    again = spend(tiny(tie_word_embeddings=True), make_tokenizer(), "5bpw", tmp_path / "x.gguf", **texts(48, 24, 24))
+    assert (again.fed, again.kl.tolist()) == (None, made["impossible"].kl.tolist())
     fed = {name: each.fed or 0 for name, each in made.items()}
     assert 0 < fed["fed"] < 1
     assert made["fed"].measured.change < made["impossible"].measured.change
