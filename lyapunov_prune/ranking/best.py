@@ -16,7 +16,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import POWER, apart
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.mending.judge import second_text
-from lyapunov_prune.mending.mend import fit_mends, fitted_and_held
+from lyapunov_prune.mending.mend import fitted_and_held
 from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.progress import phases
 from lyapunov_prune.ranking.angular import angular_distance
@@ -30,7 +30,7 @@ from lyapunov_prune.ranking.candidates import (
     turn_on_the_way,
 )
 from lyapunov_prune.ranking.counts import free_layers, protected_layers, require_count, search_budget
-from lyapunov_prune.ranking.search import PART, Fit, Search, beginning
+from lyapunov_prune.ranking.search import PART, Search, beginning
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.store import Store
@@ -49,7 +49,6 @@ def best_removal(
     protect: Sequence[int] = (),
     mend: bool = False,
     judge: Tokens | None = None,
-    fit: Fit = fit_mends,
     folder: str | Path | None = None,
     batch_size: Count = 1,
 ) -> BestRemoval:
@@ -68,7 +67,7 @@ def best_removal(
     windows and on a second text, `judge`; if it is None, the dense model generates one (`mending.judge.second_text`).
     The maps of a set count if they pay on both texts (`mending.report.pays`). The set of least loss, averaged over both
     texts, is chosen. Layer 0 stays, because no layer before it could take a map; a set that cannot be mended is
-    compared with open gaps. `fit` makes the maps; a `fit` that keeps them spares a second fit of the chosen set.
+    compared with open gaps.
 
     One forward is a forward of the dense model over the check windows, counted in multiplications; a check starts at
     the first removed layer (`Sweep`). A measurement is left out if it would cost more than a quarter of the remaining
@@ -118,7 +117,7 @@ def best_removal(
             return found
         begin_phase()
         tries.budget = search
-        finals = tries.finals(other, held, fit)
+        finals = tries.finals(other, held)
         if not finals:
             return replace(found, left_out=(*found.left_out, "mended sets"))
         return found.with_finals(finals, other.measured_on())

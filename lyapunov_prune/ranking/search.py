@@ -11,8 +11,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.mending.judge import losses
-from lyapunov_prune.mending.mend import Mend
-from lyapunov_prune.mending.report import MendReport
+from lyapunov_prune.mending.mend import fit_mends
 from lyapunov_prune.pruning.surgery import refusal
 from lyapunov_prune.ranking.candidates import SOURCES, Layers, SearchCost, TurnOf, swaps
 from lyapunov_prune.ranking.tried import BestRemoval, Final, Tried
@@ -24,7 +23,6 @@ from lyapunov_prune.sensitivity.sweep import DENSE, Job, Sweep
 _FINALS = 4  # how many sets are mended at most
 PART = 4  # the beginnings are this part of each check window
 _LOOKS = 0.5  # share of the forwards that are left once the criteria are measured, for swaps on the beginnings
-Fit = Callable[..., tuple[tuple[Mend, ...], MendReport]]  # the signature of `fit_mends`
 
 
 class Search:
@@ -132,7 +130,7 @@ class Search:
             why = next(why for why in self._refusals.values() if why)
             raise LyapunovPruneError(f"no set of {self.remove} layers that was proposed can be removed: {why}")
 
-    def finals(self, other: Reading, held: float, fit: Fit) -> list[Final]:
+    def finals(self, other: Reading, held: float) -> list[Final]:
         """Judge the sets of least loss with their gaps mended and open, on the check windows and on `other`."""
         ratio = other.batch.ids.numel() / self.sweep.reading.batch.ids.numel()
         found: list[Final] = []
@@ -144,7 +142,7 @@ class Search:
                 break
             key = f"final {','.join(map(str, layers))} on {text}"
             if key not in self.store:
-                self.store.add(key, encode(self._judged(other, layers, fit)))
+                self.store.add(key, encode(self._judged(other, layers)))
             self.spent += price
             mended, other_cut, other_mended = decode(list[np.ndarray], self.store[key])
             found.append(Final(layers, mended, other_cut, other_mended, self.spent))
@@ -163,11 +161,11 @@ class Search:
             checked_on=self.sweep.measured_on,
         )
 
-    def _judged(self, other: Reading, layers: Layers, fit: Fit) -> list[np.ndarray]:
+    def _judged(self, other: Reading, layers: Layers) -> list[np.ndarray]:
         """The fields of `Final`; NaN if a gap cannot be mended."""
         cut = losses(other, layers)
         try:
-            mends, _ = fit(self.scoring.model, layers, self.scoring, of=2)
+            mends, _ = fit_mends(self.scoring.model, layers, self.scoring, of=2)
         except LyapunovPruneError:
             return [np.full_like(self.sweep.dense, np.nan), cut, np.full_like(cut, np.nan)]
         return [losses(self.sweep.reading, layers, mends), cut, losses(other, layers, mends)]

@@ -113,14 +113,14 @@ def estimated(
     counts = [goes] * (1 if remove is not None else 1 + math.ceil(math.log2(layers)))
     window, chosen = window_seconds(model, context), choosing[0] * window_seconds(model, choosing[1])
     smaller = smaller_bytes(model, goes)
-    budgets = [search or search_budget(layers, count, mend=True) for count in counts]
+    budgets = [search or search_budget(layers, count) for count in counts]
     budget = sum(budgets)
     seconds = {"writing the text": 0.0}
     if texts.learn is None:  # the model writes them
         written = [(texts.windows, context), *([choosing] if choosing[1] != context else [])]
         seconds["writing the text"] = sum(writing_seconds(model, *text) for text in written)
     seconds["choosing layers"] = budget * chosen / 2
-    seconds["mending"] = budget * chosen / 16  # as much as each of the four sets that the search mends
+    seconds["mending"] = 2 * chosen * len(counts)
     seconds["healing"] = (steps or STEPS) * _STEP * window
     if answering:  # the dense model and every choice answer one half; both models answer the other half at the end
         seconds[TASK] = answering * (len(counts) + 3) / 2

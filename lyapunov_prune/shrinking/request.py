@@ -21,7 +21,6 @@ from lyapunov_prune.shrinking.target import Target, count_for
 from lyapunov_prune.shrinking.texts import Texts
 
 _LEAST_SEARCH = 4.0  # the fewest forwards in which a search finds anything
-MENDED_SEARCH = 8.0  # the fewest in which it compares mended sets too
 _LEAST_STEPS = 8  # healing is skipped if there is no time for this many steps
 
 

@@ -34,7 +34,7 @@ from lyapunov_prune.shrinking.cost import Estimate
 from lyapunov_prune.shrinking.evaluated import both_perplexities, evaluated
 from lyapunov_prune.shrinking.healing import healed_from, words_of
 from lyapunov_prune.shrinking.report import Shrinking, Shrunk
-from lyapunov_prune.shrinking.request import MENDED_SEARCH, Clock, Request, healing_minutes, search_forwards
+from lyapunov_prune.shrinking.request import Clock, Request, healing_minutes, search_forwards
 from lyapunov_prune.shrinking.target import Target
 from lyapunov_prune.shrinking.texts import CONTEXT, TOKENS, Texts, foreign_text
 from lyapunov_prune.shrinking.within import Loss, Worsening, divergence, drop_of, largest
@@ -139,7 +139,6 @@ def _run(
         read(in_memory(model), choose),
         judge,
         search=search,
-        mend=search is None or search >= MENDED_SEARCH,
         folder=request.folder,
         batch_size=request.batch_size,
     )
@@ -157,7 +156,7 @@ def _run(
     heals = None if healed is None else words_of(request, expected, minutes)
     place = None if output is None else str(output)
     output = output if is_main() else None
-    commands = by_hand(request, choice, search, heals, (choose, learn, held_out, foreign), place or "OUT")
+    commands = by_hand(request, choice, heals, (choose, learn, held_out, foreign), place or "OUT")
     report = Shrinking(
         target=request.target.told(),
         plan=choice.plan,

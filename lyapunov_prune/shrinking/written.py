@@ -118,7 +118,6 @@ def write_shrunk(
 def by_hand(
     request: Request,
     choice: Chosen,
-    search: float | None,
     healed: Sequence[str] | None,
     texts: tuple[TokenBatch, TokenBatch, TokenBatch, TokenBatch | None],
     output: str,
@@ -131,13 +130,7 @@ def by_hand(
     plan, target, text, source = choice.plan, request.target, request.text, request.source
     choose, learn, held_out, foreign = texts
     name, cut = plan.model.name, f"{output}-cut"
-    chosen = ["--remove", f"{len(plan.remove)}", "--criterion", "best"]
-    if search is not None:
-        chosen += ["--search", f"{search:g}"]
-    if choice.report is None:  # without --mend, `best` would compare the sets with open gaps
-        chosen = ["--layers", ",".join(map(str, plan.remove))]
-    else:
-        chosen.append("--mend")
+    chosen = ["--layers", ",".join(map(str, plan.remove)), *([] if choice.report is None else ["--mend"])]
     first = output if healed is None else cut
     commands = [["prune", name, *chosen, *source, *text, *request.judge, *_size(choose), "-o", first]]
     if healed is not None:

@@ -165,12 +165,13 @@ def test_a_map_that_fits_its_text_alone_loses(
 
 
 def test_sets_that_cannot_be_mended_are_compared_as_they_are(
-    many: torch.Tensor, other: torch.Tensor, llama: PreTrainedModel
+    many: torch.Tensor, other: torch.Tensor, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(model: Any, layers: Any, reading: Any, of: int) -> Any:
         raise lp.LyapunovPruneError("no place")
 
-    found = best_removal(llama, many, REMOVE, search=40, mend=True, judge=other, fit=refused)
+    monkeypatch.setattr(search_module, "fit_mends", refused)
+    found = best_removal(llama, many, REMOVE, search=40, mend=True, judge=other)
     assert np.isnan([final.mended for final in found.finals]).all()
     assert "better left unmended" in found.headline()
 
@@ -186,11 +187,14 @@ def test_no_text_to_judge_by_is_written_by_the_model(many: torch.Tensor, monkeyp
     assert found.other_on in found.plan(REMOVE).measured_on
 
 
-def test_mended_sets_are_not_mended_again(many: torch.Tensor, other: torch.Tensor, tmp_path: Path) -> None:
+def test_mended_sets_are_not_mended_again(
+    many: torch.Tensor, other: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_tiny("llama")
     how: dict[str, Any] = {"search": 40, "mend": True, "judge": other, "folder": tmp_path}
     whole = best_removal(model, many, REMOVE, **how)
-    found = best_removal(model, many, REMOVE, **how, fit=lambda *_, **__: pytest.fail("mended again"))
+    monkeypatch.setattr(search_module, "fit_mends", lambda *_, **__: pytest.fail("mended again"))
+    found = best_removal(model, many, REMOVE, **how)
     assert str(found) == str(whole)
     loaded = BestRemoval.load(found.save(tmp_path / "best.json"))
     assert (str(loaded), loaded.finals[0].layers) == (str(found), found.finals[0].layers)
@@ -198,7 +202,9 @@ def test_mended_sets_are_not_mended_again(many: torch.Tensor, other: torch.Tenso
     assert str(found) == str(best_removal(model, many, REMOVE, search=40))
 
 
-def test_killed_before_the_last_set_is_mended(many: torch.Tensor, other: torch.Tensor, tmp_path: Path) -> None:
+def test_killed_before_the_last_set_is_mended(
+    many: torch.Tensor, other: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was measured before is taken up, and the rest is that of the model without maps."""
     model = make_tiny("llama")
     how: dict[str, Any] = {"search": 40, "mend": True, "judge": other}
@@ -211,8 +217,10 @@ def test_killed_before_the_last_set_is_mended(many: torch.Tensor, other: torch.T
         fitted.append(layers)
         return fit_mends(model, layers, reading, of=of)
 
-    with pytest.raises(KeyboardInterrupt):
-        best_removal(model, many, REMOVE, **how, folder=tmp_path, fit=dies)
+    with monkeypatch.context() as patch:
+        patch.setattr(search_module, "fit_mends", dies)
+        with pytest.raises(KeyboardInterrupt):
+            best_removal(model, many, REMOVE, **how, folder=tmp_path)
     found = best_removal(model, many, REMOVE, **how, folder=tmp_path)
     assert found.to_json() == whole.to_json()
 

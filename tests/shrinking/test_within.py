@@ -40,7 +40,7 @@ def chooser(reader: PreTrainedModel) -> Chooser:
     learn, judge = (
         TokenBatch(torch.randint(3, 200, (n, 24), generator=generator), "ids", "all", False) for n in (16, 8)
     )
-    return Chooser(read(wrap(reader), learn), judge, search=None, mend=True, folder=None, batch_size=1)
+    return Chooser(read(wrap(reader), learn), judge, search=None, folder=None, batch_size=1)
 
 
 @dataclass
@@ -92,23 +92,6 @@ def test_the_divergence_is_that_of_the_model_that_is_cut(reader: PreTrainedModel
     p, q = (m(checking).logits[:, :-1].double().log_softmax(-1) for m in (reader, smaller))
     expected = float((p.exp() * (p - q)).sum(-1).mean())
     assert divergence(reader, chooser, choice) == pytest.approx(expected, rel=1e-4)
-
-
-def test_the_search_s_own_maps_are_taken(chooser: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `prune --mend` would fit and judge again is what the search has fitted and judged."""
-    from lyapunov_prune.mending.judge import judged_mends
-
-    choice = chooser.choose(2)
-    assert choice.report is not None
-    mends, report = judged_mends(chooser.reading.decoder, choice.plan.remove, chooser.reading.batch, chooser.judge)
-    assert len(mends) == len(choice.mends)
-    for mine, theirs in zip(choice.mends, mends, strict=True):
-        assert torch.equal(mine.map.E, theirs.map.E)
-    for mine, theirs in zip(choice.report.judgements, report.judgements, strict=True):
-        assert mine.before == pytest.approx(theirs.before, rel=1e-5)
-        assert mine.after == pytest.approx(theirs.after, rel=1e-5)
-    monkeypatch.setattr("lyapunov_prune.shrinking.choosing.judged_mends", lambda *_: pytest.fail("fitted again"))
-    chooser.choose(2)
 
 
 # Tasks.
@@ -200,7 +183,7 @@ def test_a_task_of_the_harness_is_taken_by_name(
 def test_the_cost_counts_the_searches(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     texts_of = Texts(None, None, None, 32 * 24, 24)
     alone = Request(reader, tokenizer, Target.of(2), texts_of).estimate(2)
-    assert (alone.searches, alone.search) == (1, 3 * (5 + 2 * 4 / 32))
+    assert (alone.searches, alone.search) == (1, 5 + 2 * 4 / 32)
 
 
 def test_the_cost_counts_the_answers(
