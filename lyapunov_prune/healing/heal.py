@@ -109,7 +109,7 @@ def heal(
     and optimizer state, and gathers a layer to run it (`sharded.py`); both models are on the CPU, where they are
     scored, and so is the healed one. `shard` excludes `rank`, whose factors are small.
 
-    The training state is kept in `folder` about every 20 seconds and after each round. A later run of the same settings
+    The training state is kept in `folder` about every 20 seconds and at the end. A later run of the same settings
     continues from it; on the CPU, with the same number of threads and without `minutes`, it ends bit for bit as if it
     had not been interrupted. The state holds the trained tensors four times; delete it when the model is saved.
     `evaluation` is text on which the recovery is measured, `batch_size` windows per forward.

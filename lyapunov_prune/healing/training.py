@@ -175,7 +175,8 @@ class Training:
             done.rounds.append(Round(stretch, judged))
             if best_of(done.rounds, done.before) == len(done.rounds) - 1:
                 self.weights = self.run.copies()
-            self._save()
+            self._save_if_due()
+        self._save()
 
     def _next(self) -> Stretch | None:
         done, budget = self.done, self.way.budget
@@ -232,9 +233,8 @@ class Training:
                 run.losses += [math.nan] * (stretch.steps - k)
                 return np.full_like(self.done.before, math.inf)
             self._durations.append(time.monotonic() - began)
-            (due,) = self.way.of_main(self._state.is_due() and k + 1 < stretch.steps)
-            if due:
-                self._save()
+            if k + 1 < stretch.steps:
+                self._save_if_due()
         return self._judged()
 
     def untouched(self) -> list[int]:
@@ -251,6 +251,11 @@ class Training:
     def _judged(self) -> np.ndarray:
         (judged,) = self.way.of_main(self._judge())
         return judged
+
+    def _save_if_due(self) -> None:
+        (due,) = self.way.of_main(self._state.is_due())
+        if due:
+            self._save()
 
     def _save(self) -> None:
         self._count_time()
