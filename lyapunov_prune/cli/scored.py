@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from lyapunov_prune.data.batch import TokenBatch
     from lyapunov_prune.evaluation.evaluation import Evaluation
+    from lyapunov_prune.evaluation.perplexity import Perplexity
     from lyapunov_prune.models.decoder import Decoder
 
 
@@ -21,15 +22,20 @@ def scored(models: dict[str, PreTrainedModel], batch: TokenBatch, batch_size: in
     from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
     from lyapunov_prune.evaluation.perplexity import perplexity
     from lyapunov_prune.models.size import stored_size
-    from lyapunov_prune.predictions.divergence import window_kl
+    from lyapunov_prune.predictions.divergence import perplexities_and_kl
 
-    dense, *others = models.values()
+    perplexities: tuple[Perplexity, ...]
+    if len(models) == 1:
+        perplexities, kl = tuple(perplexity(m, batch, batch_size=batch_size) for m in models.values()), None
+    else:
+        dense, other = models.values()
+        perplexities, kl = perplexities_and_kl(dense, other, batch, batch_size=batch_size)
     return Evaluation(
-        perplexities=tuple(perplexity(m, batch, batch_size=batch_size) for m in models.values()),
+        perplexities=perplexities,
         zeros=tuple(zero_share(m) for m in models.values()),
         speed=None,
         sizes=tuple(size for name, m in models.items() if (size := stored_size(name, m)) is not None),
-        kl=window_kl(dense, others[0], batch) if others else None,
+        kl=kl,
     )
 
 

@@ -31,8 +31,7 @@ class Evaluation(Result):
 
     `zeros` is the share of zeros among the entries of each model's layers (matrices and larger tensors). `sizes` are
     those of the files that the models were loaded from, or would be saved as; empty in files of older versions. `kl`
-    (windows,) is KL(first ‖ other) in nats a token on some of the windows; None for one model, and where it was not
-    measured.
+    (windows,) is KL(first ‖ other) in nats a token; None for one model, and where it was not measured.
     """
 
     perplexities: tuple[Perplexity, ...]  # the reference model first, when there is one

@@ -121,9 +121,13 @@ def perplexity(
     windows longer than the context.
     """
     reading = read(model, batch)
-    batch = reading.batch
-    windows = of_windows(reading, loss_sum, batch_size, description).numpy()
+    return perplexity_of(reading, of_windows(reading, loss_sum, batch_size, description).numpy())
+
+
+def perplexity_of(reading: Reading, windows: np.ndarray) -> Perplexity:
+    """The perplexity from the mean loss of every window of `reading`: (windows,) float64, nats. Raises like it."""
     require_finite_losses(reading, windows)
+    batch = reading.batch
     return Perplexity(
         nll=float(windows.mean()),
         scored=batch.ids.shape[0] * (batch.context - 1),

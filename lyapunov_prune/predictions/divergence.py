@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lyapunov_prune.arguments import Count, Positive
-from lyapunov_prune.evaluation.judging import ends
+from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity, perplexity_of
 from lyapunov_prune.forward.anatomy import Kind, silent
 from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.hooks import final_state
@@ -28,7 +28,6 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 
 # Tolerance: sums of non-negative terms, each rounded.
 _ROUNDING = 1e-9
-_WINDOWS = 8  # on so many windows two models are compared
 
 
 _Divergence = Annotated[np.ndarray, Per("layer", least=-_ROUNDING, finite=False)]
@@ -150,17 +149,21 @@ _Finals = tuple[torch.Tensor, Sequence[torch.Tensor]]
 
 
 @runs_models
-def window_kl(dense: Streamable, changed: Streamable, batch: Readable) -> np.ndarray | None:
-    """KL(dense ‖ changed), nats a token, of up to `_WINDOWS` windows from all parts of `batch`: (windows,) float64.
+def perplexities_and_kl(
+    dense: Streamable, changed: Streamable, batch: Readable, *, batch_size: Count = 1
+) -> tuple[tuple[Perplexity, Perplexity], np.ndarray | None]:
+    """The perplexities of both models, and KL(dense ‖ changed) of every window, (windows,) float64, nats a token.
 
-    None for a model that is read from files layer by layer, and for logits of different widths.
+    Each model runs once. No KL, None, for a model that is read from files layer by layer, and for logits of different
+    widths. Raises like `perplexity`.
     """
-    widths = {decoder.structure.config.vocab_size for decoder in (dense, changed)}
+    one, other = read(dense, batch), read(changed, batch)
+    widths = {reading.structure.config.vocab_size for reading in (one, other)}
     if len(widths) > 1 or dense.stream or changed.stream:
-        return None
-    whole = read(dense, batch).batch
-    some = whole.take(ends(len(whole), min(len(whole), _WINDOWS)))
-    return kl_by_window(read(dense, some), read(changed, some))[0]
+        first, second = (perplexity(reading.decoder, reading, batch_size=batch_size) for reading in (one, other))
+        return (first, second), None
+    kl, *losses = _compared(one, other, batch_size, lambda first, ids: final_state(one.structure, ids))
+    return (perplexity_of(one, losses[0]), perplexity_of(other, losses[1])), kl
 
 
 def kl_by_window(dense: Reading, changed: Reading) -> tuple[np.ndarray, np.ndarray]:
@@ -169,14 +172,28 @@ def kl_by_window(dense: Reading, changed: Reading) -> tuple[np.ndarray, np.ndarr
     Both are in nats a token, over all positions but the last. The dense model's final states are kept with its reading,
     so that it runs once for all models that are compared with it.
     """
+
+    def kept(first: int, ids: torch.Tensor) -> torch.Tensor:
+        return dense.once(("final state", first), lambda: final_state(dense.structure, ids))
+
+    kl, before, after = _compared(dense, changed, 1, kept)
+    return kl, after - before
+
+
+def _compared(
+    dense: Reading, changed: Reading, batch_size: int, dense_state: Callable[[int, torch.Tensor], torch.Tensor]
+) -> np.ndarray:
+    """KL(dense ‖ changed) and both losses of every window: (3, windows) float64, nats a token.
+
+    `dense_state` gives the final states of the dense model for windows, from the number of the first of them.
+    """
     from_states = dense.scorer.enters and changed.scorer.enters
 
     def logits(first: int, ids: torch.Tensor) -> Iterator[Iterable[tuple[torch.Tensor, ...]]]:
         """The logits of both models for each of the windows `ids`, a block of positions at a time."""
         if not from_states:
             return map(zip, dense.logits(ids), changed.logits(ids))
-        kept = dense.once(("final state", first), lambda: final_state(dense.structure, ids))
-        states = zip(kept, final_state(changed.structure, ids), strict=True)
+        states = zip(dense_state(first, ids), final_state(changed.structure, ids), strict=True)
         return (zip(dense.scorer.blocks(p[:-1]), changed.scorer.blocks(q[:-1]), strict=True) for p, q in states)
 
     @torch.no_grad()
@@ -184,7 +201,7 @@ def kl_by_window(dense: Reading, changed: Reading) -> tuple[np.ndarray, np.ndarr
         return torch.stack([mean(*each) for each in zip(logits(first, ids), ids[:, 1:].cpu(), strict=True)])
 
     def mean(pairs: Iterable[tuple[torch.Tensor, ...]], wanted: torch.Tensor) -> torch.Tensor:
-        sums, start = torch.zeros(2, dtype=torch.float64), 0
+        sums, start = torch.zeros(3, dtype=torch.float64), 0
         for pair in pairs:
             rows = max(1, BLOCK // pair[0].shape[-1])
             some = (*pair, wanted[start : start + len(pair[0])])
@@ -193,13 +210,14 @@ def kl_by_window(dense: Reading, changed: Reading) -> tuple[np.ndarray, np.ndarr
         return sums / len(wanted)
 
     def terms(dense: torch.Tensor, changed: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """The divergence at every position, and by how much the loss of the `wanted` token rises: (2, positions)."""
+        """The divergence at every position, and the loss of the `wanted` token by both models: (3, positions)."""
         log_p, log_q = (lift(rows).log_softmax(-1) for rows in (dense, changed))
         at = wanted[:, None].to(log_p.device)
-        return torch.stack([kl_divergence(log_p, log_q), (log_p.gather(1, at) - log_q.gather(1, at)).squeeze(1)]).cpu()
+        losses = (-log.gather(1, at).squeeze(1) for log in (log_p, log_q))
+        return torch.stack([kl_divergence(log_p, log_q), *losses]).cpu()
 
-    kl, loss = torch.cat(dealt(dense, 1, means, "divergence")).T.numpy()
-    return kl, loss
+    found: np.ndarray = torch.cat(dealt(dense, batch_size, means, "divergence")).T.numpy()
+    return found
 
 
 def _means(

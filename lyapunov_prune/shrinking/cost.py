@@ -124,7 +124,7 @@ def estimated(
     seconds["healing"] = (steps or STEPS) * _STEP * window
     if answering:  # the dense model and every choice answer one half; both models answer the other half at the end
         seconds[TASK] = answering * (len(counts) + 3) / 2
-    seconds["evaluation"] = 4 * window * texts.evaluated / context + 16 * window  # both models, on two texts
+    seconds["evaluation"] = 5 * window * texts.evaluated / context  # both models on two texts, and the KL on one
     seconds["check and files"] = 2 * smaller / _SAVED + 20 * window
     if minutes is not None:
         rest = sum(seconds.values()) - seconds["healing"]

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.forward.anatomy import Anatomy, find_anatomy
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.prefix import Prefix
@@ -26,9 +27,15 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions import SkipDivergence, skip_divergence
 from lyapunov_prune.predictions import divergence as module
 from lyapunov_prune.predictions import tiles as tiles_module
-from lyapunov_prune.predictions.divergence import SublayerDivergence, kl_by_window, sublayer_divergence, window_kl
+from lyapunov_prune.predictions.divergence import (
+    SublayerDivergence,
+    kl_by_window,
+    perplexities_and_kl,
+    sublayer_divergence,
+)
 from lyapunov_prune.ranking import rank_by_divergence
 
+TEST_OF_HEAD = 1  # forward of a scorer
 MEASURES = ("variance", "kl", "reverse_kl", "flipped", "variance_r")
 
 
@@ -341,11 +348,27 @@ def test_a_measurement_of_branches_comes_back(llama: PreTrainedModel, ids: torch
     assert "one layer's MLP is silenced, T = 1" in str(found)
 
 
-def test_the_kl_of_two_models_is_that_of_their_own_logits(ids: torch.Tensor) -> None:
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_two_models_are_scored_and_compared_in_one_forward_of_each(batch_size: int, ids: torch.Tensor) -> None:
     dense, other = make_tiny("llama"), make_tiny("llama", seed=1)
     p, q = (copy.deepcopy(m).double()(ids).logits[:, :-1].log_softmax(-1) for m in (dense, other))
     wanted = (p.exp() * (p - q)).sum(-1).mean(-1)
-    found = window_kl(dense, other, ids)
-    assert found is not None
-    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-4)
-    assert window_kl(dense, make_tiny("llama", vocab_size=200), ids.clamp(max=199)) is None
+    runs = [computed(model) for model in (dense, other)]
+    both, kl = perplexities_and_kl(dense, other, ids, batch_size=batch_size)
+    assert all(calls[0] == -(-len(ids) // batch_size) + TEST_OF_HEAD for calls in runs)
+    assert kl is not None
+    np.testing.assert_allclose(kl, wanted.numpy(), rtol=1e-4)
+    for found, model, log_p in zip(both, (dense, other), (p, q), strict=True):
+        alone = perplexity(model, ids)
+        losses = -log_p.gather(-1, ids[:, 1:, None]).squeeze(-1).mean(-1)
+        np.testing.assert_allclose(found.windows, losses.numpy(), rtol=1e-5)
+        np.testing.assert_allclose(found.windows, alone.windows, rtol=1e-6)
+        assert (found.scored, found.measured_on) == (alone.scored, alone.measured_on)
+
+
+def test_models_of_different_vocabularies_have_no_kl(ids: torch.Tensor) -> None:
+    dense, other = make_tiny("llama"), make_tiny("llama", vocab_size=200)
+    some = ids.clamp(max=199)
+    both, kl = perplexities_and_kl(dense, other, some)
+    assert kl is None
+    assert [each.value for each in both] == [perplexity(model, some).value for model in (dense, other)]
