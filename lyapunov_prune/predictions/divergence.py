@@ -154,8 +154,8 @@ def perplexities_and_kl(
 ) -> tuple[tuple[Perplexity, Perplexity], np.ndarray | None]:
     """The perplexities of both models, and KL(dense ‖ changed) of every window, (windows,) float64, nats a token.
 
-    Each model runs once. No KL, None, for a model that is read from files layer by layer, and for logits of different
-    widths. Raises like `perplexity`.
+    Each model runs once, and log-likelihoods are in float64, those of `perplexity` alone in float32. No KL, None, for
+    a model that is read from files layer by layer, and for logits of different widths. Raises like `perplexity`.
     """
     one, other = read(dense, batch), read(changed, batch)
     widths = {reading.structure.config.vocab_size for reading in (one, other)}
