@@ -25,11 +25,11 @@ def scored(models: dict[str, PreTrainedModel], batch: TokenBatch, batch_size: in
     from lyapunov_prune.predictions.divergence import perplexities_and_kl
 
     perplexities: tuple[Perplexity, ...]
-    if len(models) == 1:
-        perplexities, kl = tuple(perplexity(m, batch, batch_size=batch_size) for m in models.values()), None
+    dense, *others = models.values()
+    if others:
+        perplexities, kl = perplexities_and_kl(dense, others[0], batch, batch_size=batch_size)
     else:
-        dense, other = models.values()
-        perplexities, kl = perplexities_and_kl(dense, other, batch, batch_size=batch_size)
+        perplexities, kl = (perplexity(dense, batch, batch_size=batch_size),), None
     return Evaluation(
         perplexities=perplexities,
         zeros=tuple(zero_share(m) for m in models.values()),
